@@ -8,6 +8,7 @@ sees them:
     roster         one in a view
     commit         one in a view
     part           one sum of the same inputs
+    justification  one in a view, and its promises allow the commit that it is for (`consensus/locks.py`)
 
 Anybody can check a proof with the signatures alone, so a peer needs to trust nobody who passes one on. A node that runs
 with a copied key would be guilty as well, because nobody can tell it from a liar: so one whose folder was copied stays
@@ -56,7 +57,7 @@ def place_of(message: SignedMessage[Any]) -> Place | None:
     match kind:
         case "contribution":
             return kind, body.round, body.base
-        case "roster" | "commit":
+        case "roster" | "commit" | "justification":
             return kind, body.round, body.base, body.view
         case "part":
             return kind, body.round, body.part, body.inputs
@@ -71,8 +72,25 @@ def _value_of(message: SignedMessage[Any]) -> object:
 def excludes(first: SignedMessage[Any], second: SignedMessage[Any]) -> bool:
     """Return whether one peer signed both statements although each excludes the other."""
     place = place_of(first)
-    is_same_place = place is not None and place == place_of(second) and first.sender == second.sender
-    return is_same_place and _value_of(first) != _value_of(second)
+    if first.sender != second.sender or place is None:
+        return False
+    if place == place_of(second):
+        return _value_of(first) != _value_of(second)
+    return forgets_decision(first, second) or forgets_decision(second, first)
+
+
+def forgets_decision(justification: SignedMessage[Any], commit: SignedMessage[Any]) -> bool:
+    """Return whether the promises that a leader shows for its commit require another content."""
+    if _counterpart(place_of(justification)) != place_of(commit) or commit.signed.kind != "commit":
+        return False
+    is_for_it = justification.body.proposal == commit.digest
+    return is_for_it and not justification.body.allows(commit.body.content_digest)
+
+
+def _counterpart(place: Place | None) -> Place | None:
+    """Return the place of the commit that a justification is for, and the other way round."""
+    kinds = {"commit": "justification", "justification": "commit"}
+    return None if place is None or place[0] not in kinds else (kinds[str(place[0])], *place[1:])
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,8 @@ class Proof:
 
     def describe(self) -> str:
         """Return the misdeed in plain words."""
+        if self.first.signed.kind != self.second.signed.kind:
+            return f"a commit that forgets what may be decided in round {self.round + 1}"
         name = {"part": "sums of one part"}.get(self.first.signed.kind, f"{self.first.signed.kind}s")
         return f"two different {name} in round {self.round + 1}"
 
@@ -255,6 +275,11 @@ class Conduct:
         """Return the keys whose misdeeds are proved."""
         return frozenset({*self.proofs, *self.found, *self.wrong_sums, *self.convictions})
 
+    @property
+    def doubted(self) -> frozenset[PeerId]:
+        """Return the excluded keys of which this peer can convince nobody: by its own sums, or by a proof too large."""
+        return frozenset({*self.found, *self.wrong_sums} - self.proofs.keys() - self.convictions.keys())
+
     def is_excluded(self, peer: PeerId) -> bool:
         """Return whether the misdeeds of a key are proved."""
         return any(peer in keys for keys in (self.proofs, self.found, self.wrong_sums, self.convictions))
@@ -306,9 +331,10 @@ class Conduct:
             return None
         known = self._statements.setdefault(message.sender, RecentTable(MAX_STATEMENTS_PER_PEER))
         first = known.setdefault(place, message)
-        if first is message or first.digest == message.digest:
-            return None
-        return self._prove(first, message)
+        if first.digest != message.digest:
+            return self._prove(first, message)
+        other = known.get(counterpart) if (counterpart := _counterpart(place)) is not None else None
+        return None if other is None else self._prove(other, message)
 
     def _prove(self, first: SignedMessage[Any], second: SignedMessage[Any]) -> Proof | None:
         body = Proof(*sorted((first, second), key=lambda entry: entry.digest))

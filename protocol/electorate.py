@@ -141,6 +141,11 @@ class Electorate:
         """Return how many of `count` voters may lie."""
         return 0 if self.rule.trusted else max(0, count - 1) // 3
 
+    @property
+    def may_lie(self) -> bool:
+        """Return whether a round tolerates liars among all voters: then it takes two phases (`locks`)."""
+        return self.tolerated_liars(len(self.voters)) > 0
+
     def quorum_size(self, count: int) -> int:
         """Return how many of `count` voters decide.
 

@@ -335,23 +335,27 @@ class Ticket(_message.Message):
     def __init__(self, key: _Optional[str] = ..., until: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
 
 class Acknowledgement(_message.Message):
-    __slots__ = ("round", "view", "proposal", "state", "voters", "tokens")
+    __slots__ = ("round", "view", "proposal", "state", "voters", "tokens", "content", "confirms")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VOTERS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMS_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     proposal: bytes
     state: bytes
     voters: bytes
     tokens: int
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., state: _Optional[bytes] = ..., voters: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
+    content: bytes
+    confirms: bool
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., state: _Optional[bytes] = ..., voters: _Optional[bytes] = ..., tokens: _Optional[int] = ..., content: _Optional[bytes] = ..., confirms: _Optional[bool] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("round", "view", "proposal", "peers", "signatures", "state", "voters", "tokens")
+    __slots__ = ("round", "view", "proposal", "peers", "signatures", "state", "voters", "tokens", "content", "confirms")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +364,8 @@ class Decision(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     VOTERS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMS_FIELD_NUMBER: _ClassVar[int]
     round: int
     view: int
     proposal: bytes
@@ -368,7 +374,53 @@ class Decision(_message.Message):
     state: bytes
     voters: bytes
     tokens: int
-    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ..., state: _Optional[bytes] = ..., voters: _Optional[bytes] = ..., tokens: _Optional[int] = ...) -> None: ...
+    content: bytes
+    confirms: bool
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., proposal: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., signatures: _Optional[_Iterable[bytes]] = ..., state: _Optional[bytes] = ..., voters: _Optional[bytes] = ..., tokens: _Optional[int] = ..., content: _Optional[bytes] = ..., confirms: _Optional[bool] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("proposal", "view", "content")
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    proposal: bytes
+    view: int
+    content: bytes
+    def __init__(self, proposal: _Optional[bytes] = ..., view: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class Promise(_message.Message):
+    __slots__ = ("round", "view", "roster", "acknowledged", "confirmed")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    view: int
+    roster: bytes
+    acknowledged: Vote
+    confirmed: Vote
+    def __init__(self, round: _Optional[int] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., acknowledged: _Optional[_Union[Vote, _Mapping]] = ..., confirmed: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
+
+class Justification(_message.Message):
+    __slots__ = ("round", "base", "view", "roster", "proposal", "tolerated", "promises", "certificate")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    TOLERATED_FIELD_NUMBER: _ClassVar[int]
+    PROMISES_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    base: bytes
+    view: int
+    roster: bytes
+    proposal: bytes
+    tolerated: int
+    promises: _containers.RepeatedCompositeFieldContainer[Signed]
+    certificate: Decision
+    def __init__(self, round: _Optional[int] = ..., base: _Optional[bytes] = ..., view: _Optional[int] = ..., roster: _Optional[bytes] = ..., proposal: _Optional[bytes] = ..., tolerated: _Optional[int] = ..., promises: _Optional[_Iterable[_Union[Signed, _Mapping]]] = ..., certificate: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
 
 class Finding(_message.Message):
     __slots__ = ("round", "chain", "audited", "contribution", "verdict")

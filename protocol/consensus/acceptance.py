@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 
 from protocol.consensus.events import RejectReason
 from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.locks import newest_confirmed, required_contents
 from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
     Commit,
@@ -16,6 +17,7 @@ from protocol.consensus.messages.contributions import (
     Evidence,
     Roster,
 )
+from protocol.consensus.messages.kinds import CommitCertificate, Justification
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.consensus.state import RoundState
 from protocol.consensus.view import View
@@ -73,6 +75,10 @@ def proposal_fault(state: RoundState, proposal: SignedMessage[Commit]) -> Reject
     view, evidence = state.current_view, proposal.body.evidence
     if view is None:
         return None
+    if state.needs_promises and (shown := state.justification_of(proposal)) is not None:
+        required = required_contents(shown.body.bounds, state.voter_set.tolerated)
+        if required is not None:  # it may be decided, whatever this peer thinks of it
+            return None if proposal.body.content_digest in required else "forgets a decision"
     if evidence and not state.false_reducers.isdisjoint(evidence.peers):
         return "wrong sum"
     is_listed = proposal.body.by_sender.items() <= view.roster.body.by_sender.items()
@@ -101,6 +107,37 @@ def lacks_assignment(state: RoundState, proposal: SignedMessage[Commit]) -> bool
     return evidence.attempt > view.attempt
 
 
+def lacks_justification(state: RoundState, proposal: SignedMessage[Commit]) -> bool:
+    """Return whether this peer waits for the promises of a quorum that let the leader of a later view propose.
+
+    Promises count that name only earlier views, and the lock among them has to be that of a quorum.
+    """
+    if not state.needs_promises:
+        return False
+    shown = state.justification_of(proposal)
+    if shown is None or not state.voter_set.was_quorum({entry.sender for entry in shown.body.promises}):
+        return True
+    votes = [vote for bounds in shown.body.bounds for vote in (bounds.acknowledged, bounds.confirmed)]
+    lock = shown.body.certificate
+    is_lock = lock is None or (lock.basis == state.basis and state.voter_set.was_quorum(lock.signers))
+    return not is_lock or any(vote is not None and vote.view >= proposal.body.view for vote in votes)
+
+
+def build_justification(state: RoundState, proposal: SignedMessage[Commit]) -> Justification | None:
+    """Return why this peer, the leader of a view, may propose that; None in a view that needs no promises."""
+    view, role, voters = state.current_view, state.leader_role, state.voter_set.voters
+    if not state.needs_promises or view is None or role is None:
+        return None
+    promises = tuple(promise for peer, promise in role.promises().items() if peer in voters)
+    newest = newest_confirmed(promise.body.bounds for promise in promises)
+    certificate = None
+    if newest is not None:
+        known = state.knowledge.acknowledgements[newest.proposal]
+        certificate = CommitCertificate.of([known[peer] for peer in sorted(known)])
+    place = state.number, state.base, state.view, view.roster.digest, proposal.digest
+    return Justification(*place, state.voter_set.tolerated, promises, certificate)
+
+
 def build_roster(state: RoundState) -> Roster:
     """Return a roster of all obtainable contributions, and of those in proposals that may be decided."""
     knowledge, obtainable = state.knowledge, state.knowledge.obtainable_senders(state.live)
@@ -116,11 +153,12 @@ def build_roster(state: RoundState) -> Roster:
 
 
 def _may_list(state: RoundState, entry: SignedMessage[Contribution]) -> bool:
-    """Return whether a roster may list a contribution: members refuse unknown keys.
+    """Return whether a roster of this peer may list a contribution: members refuse unknown keys.
 
-    A peer that failed to serve lately is listed once this peer has all of its contribution.
+    A peer that failed to serve lately is listed once this peer has all of its contribution. A key that this peer alone
+    excludes is not; but it follows rosters of others that list it, because all honest voters may be needed.
     """
-    if entry.sender not in state.known_trainers:
+    if entry.sender not in state.known_trainers or entry.sender in state.excluded:
         return False
     return entry.sender not in state.set_aside or state.knowledge.has_all_parts(state.me, entry.body.part_blobs)
 

@@ -51,15 +51,32 @@ class CertifiedCommit:
 def build_certificate(
     votes: Mapping[PeerId, SignedMessage[Acknowledgement]], electorate: Electorate
 ) -> CommitCertificate:
-    """Return the certificate to keep: a quorum of all voters if they acknowledged, else every voter that did.
+    """Return the certificate to keep: a quorum of all voters if they confirmed, else every voter that did.
+
+    Acknowledgements are kept all, because only those of all voters decide; see `locks`.
 
     Args:
-        votes: the acknowledgements of one proposal, by sender.
+        votes: the acknowledgements or the confirmations of one proposal, by sender.
         electorate: that before the round.
     """
     entitled = sorted(votes.keys() & electorate.voters)
-    quorum = entitled[: electorate.quorum_size(len(electorate.voters))]
+    is_fast = electorate.may_lie and any(vote.body.content and not vote.body.confirms for vote in votes.values())
+    quorum = entitled if is_fast else entitled[: electorate.quorum_size(len(electorate.voters))]
     return CommitCertificate.of([votes[peer] for peer in quorum or sorted(votes)])
+
+
+def counted_signers(entry: CertifiedCommit, electorate: Electorate) -> frozenset[PeerId]:
+    """Return the signers of a certificate that count.
+
+    Where voters may lie, the acknowledgements of a quorum do not decide (`locks`): then one fewer counts than a quorum.
+    Certificates of earlier versions name no content; there a quorum decided.
+    """
+    certificate, voters = entry.certificate, electorate.voters
+    is_decision = certificate.confirms or not certificate.content or not electorate.may_lie
+    if is_decision or voters <= entry.signers:
+        return entry.signers
+    kept = sorted(entry.signers & voters)[: electorate.quorum_size(len(voters)) - 1]
+    return (entry.signers - voters).union(kept)
 
 
 @dataclass(frozen=True)
@@ -154,13 +171,15 @@ def strong_after(strong: Electorate, before: Electorate, entry: CertifiedCommit)
         before: the electorate of the round.
         entry: the commit.
     """
-    is_replaced = len(before.voters) >= len(strong.voters) and before.is_certified_by(entry.signers)
-    return before.after(entry.body) if is_replaced or strong.is_certified_by(entry.signers) else strong
+    signers = counted_signers(entry, before)
+    is_replaced = len(before.voters) >= len(strong.voters) and before.is_certified_by(signers)
+    return before.after(entry.body) if is_replaced or strong.is_certified_by(signers) else strong
 
 
-def count_weakest(commits: Sequence[CertifiedCommit], voters: frozenset[PeerId]) -> int:
-    """Return how many of the voters acknowledged the commit that the fewest of them did."""
-    return min(len(entry.signers & voters) for entry in commits)
+def count_weakest(log: ChainLog, voters: frozenset[PeerId]) -> int:
+    """Return how many of the voters decided the commit that the fewest of them did."""
+    pairs = zip(log.commits, log.electorates, strict=False)
+    return min(len(counted_signers(entry, before) & voters) for entry, before in pairs)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,11 @@ class MembershipChanged:
     moment; they vote and hold blobs like all others, but no peer waits for their contribution. `ahead`: peers on the
     chain that this peer should move to. They may have decided this round, and so keep their votes in it. `trainers`:
     all live trainers of the run, wherever their chains end: their contributions may be on a roster. `excluded`: keys
-    whose misdeeds are proved. `missed`: peers that vanished for most of the run, not for us alone. `ended`: peers that
-    vanished because their process did. `set_aside`: peers that neither reduce nor delay a roster. `not_leading`: peers
-    that lead no early view. `arriving`: trainers that may have neither a vote nor our head yet, but will soon: a roster
-    waits for them within the patience of this peer.
+    whose misdeeds are proved. `doubted`: those of them that this peer alone excludes, because no proof can be passed
+    on: the rosters of others may list them. `missed`: peers that vanished for most of the run, not for us alone.
+    `ended`: peers that vanished because their process did. `set_aside`: peers that neither reduce nor delay a roster.
+    `not_leading`: peers that lead no early view. `arriving`: trainers that may have neither a vote nor our head yet,
+    but will soon: a roster waits for them within the patience of this peer.
     """
 
     peers: frozenset[PeerId]
@@ -48,6 +49,7 @@ class MembershipChanged:
     ahead: frozenset[PeerId] = frozenset()
     trainers: frozenset[PeerId] = frozenset()
     excluded: frozenset[PeerId] = frozenset()
+    doubted: frozenset[PeerId] = frozenset()
     missed: frozenset[PeerId] = frozenset()
     ended: frozenset[PeerId] = frozenset()
     set_aside: frozenset[PeerId] = frozenset()
@@ -131,6 +133,7 @@ RejectReason = Literal[
     "view too far",  # a roster of a view that is too far ahead
     "other revisions",  # a commit that does not continue the list of revisions that this chain has adopted
     "unknown contributor",  # a roster or commit with a contribution of a key that does not train in this run
+    "forgets a decision",  # a commit of a later view that is not what the promises in it require
     "false proposal",  # a commit with contributions or sums that it may not have, or a forged statement of a leader
     "wrong sum",  # a reduced part that is not the sum of its inputs
     "other basis",  # an acknowledgement after another state, electorate or number of tokens
@@ -150,6 +153,14 @@ RejectReason = Literal[
 
 
 @dataclass(frozen=True)
+class Lock:
+    """A proposal, and the acknowledgements of a quorum."""
+
+    proposal: SignedMessage[Commit]
+    certificate: SignedMessage[Any]  # a CommitCertificate
+
+
+@dataclass(frozen=True)
 class VoteRecord:
     """The promise of a peer in the round that continues `base`: it joins no view up to `view` a second time.
 
@@ -158,9 +169,10 @@ class VoteRecord:
     the new machine takes the last record, begins in the view after it and keeps the lock. So a peer does not have to
     remember its messages in earlier views.
 
-    `lock`: the newest proposal that the peer acknowledged. `members`: the members; a restarted peer that sees none of
-    them still counts them until their votes are forgotten. `required_blobs`: the blobs that the locked proposal needs.
-    They must be on disk before the record, because no other peer may have them any more.
+    `lock`: the newest proposal that the peer acknowledged. `confirmed`: the newest one that it confirmed. `members`:
+    the members; a restarted peer that sees none of them still counts them until their votes are forgotten.
+    `required_blobs`: the blobs that these proposals need. Those that the peer holds must be on disk before the record,
+    because no other peer may have them any more; it holds all that it has acknowledged.
     """
 
     round: int
@@ -169,6 +181,7 @@ class VoteRecord:
     lock: SignedMessage[Commit] | None
     members: frozenset[PeerId]
     required_blobs: tuple[Blob, ...] = ()
+    confirmed: Lock | None = None
 
 
 @dataclass(frozen=True)

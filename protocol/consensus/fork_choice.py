@@ -24,7 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog, count_weakest, extend_head
+from protocol.consensus.chain import (
+    CertifiedCommit,
+    Chain,
+    ChainHead,
+    ChainLog,
+    count_weakest,
+    counted_signers,
+    extend_head,
+)
 from protocol.consensus.messages.signed import Digest
 from protocol.electorate import ABSENCES_TO_LOSE, Electorate
 from protocol.errors import MalformedError, StaleError
@@ -159,7 +167,8 @@ def judge(own: Chain, offer: ChainOffer, evidence: LocalEvidence) -> ChainCompar
     if not ours:
         return ChainComparison("refused", fault, common) if fault else ChainComparison("ahead", common=common)
     voters = _votes_at_fork(own, common, ours, theirs)
-    weakest = count_weakest(ours, voters), count_weakest(theirs, voters)
+    logs = ChainLog(own.electorate_at(common.digest), tuple(ours)), offer.log.since(common.round)
+    weakest = count_weakest(logs[0], voters), count_weakest(logs[1], voters)
     if fault and weakest[1] < weakest[0]:
         return ChainComparison("refused", fault, common)
     if _rank(weakest[1], offer.head) > _rank(weakest[0], own.head):
@@ -195,7 +204,7 @@ def _find_fault(offer: ChainOffer, first: int, evidence: LocalEvidence) -> str:
 def _uncertified(commits: Sequence[CertifiedCommit], electorates: Sequence[Electorate], evidence: LocalEvidence) -> str:
     """Return the fault of the first commit that is not certified; empty if all are."""
     for entry, electorate in zip(commits, electorates, strict=False):
-        if not is_certified(entry.signers, electorate, evidence):
+        if not is_certified(counted_signers(entry, electorate), electorate, evidence):
             count, voters = len(entry.signers & electorate.voters), len(electorate.voters)
             return f"round {entry.body.round} is not certified: {count} of {voters} voters acknowledged it"
     return ""
@@ -269,7 +278,8 @@ def _judge_by_former_voters(own: Chain, offer: ChainOffer) -> ChainComparison | 
     count, because a quorum of these voters carries one chain at a time, and none from before that head.
     """
     strong = own.strong_electorate
-    ours, theirs = (len(log.commits[-1].signers & strong.voters) for log in (own.log, offer.log))
+    newest = [counted_signers(log.commits[-1], log.electorates[-2]) for log in (own.log, offer.log)]
+    ours, theirs = (len(signers & strong.voters) for signers in newest)
     if offer.head.round <= strong.round or theirs <= strong.tolerated_liars(len(strong.voters)):
         return None
     if _rank(theirs, offer.head) > _rank(ours, own.head):
@@ -284,4 +294,4 @@ def _is_vouched(known: Electorate, offer: ChainOffer, evidence: LocalEvidence) -
         return not _find_fault(offer, 0, evidence)
     if not known.voters or known.voters.isdisjoint(evidence.live) or not commits:
         return bool(evidence.word)
-    return is_certified(commits[-1].signers, known, evidence)
+    return is_certified(counted_signers(commits[-1], offer.log.electorates[-2]), known, evidence)

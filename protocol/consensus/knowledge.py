@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.events import Reduce
+from protocol.consensus.locks import Bounds, Vote
 from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
     NO_ROSTER,
@@ -20,7 +21,13 @@ from protocol.consensus.messages.contributions import (
     PartBlob,
     digest_inputs,
 )
-from protocol.consensus.messages.kinds import Acknowledgement, CommitCertificate, Inventory
+from protocol.consensus.messages.kinds import (
+    Acknowledgement,
+    CommitCertificate,
+    Inventory,
+    Justification,
+    Promise,
+)
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.quorum import VoterSet
 from protocol.identity import PeerId
@@ -31,7 +38,11 @@ PartSum = tuple[int, Digest]  # a part, and the digest of its inputs
 
 
 class RoundKnowledge:
-    """The tables of one peer; `certificates` holds the newest certificate of each proposal."""
+    """The tables of one peer.
+
+    `locks`, `certificates`: the newest certificate of each proposal, with acknowledgements and with confirmations.
+    `promises`, `justifications`: the newest of each sender.
+    """
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
@@ -44,7 +55,11 @@ class RoundKnowledge:
         self.in_later_view: set[PeerId] = set()  # peers that have left view 0
         self.proposals: dict[Digest, SignedMessage[Commit]] = {}
         self.acknowledgements: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}
+        self.confirmations: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}
+        self.locks: dict[Digest, SignedMessage[CommitCertificate]] = {}
         self.certificates: dict[Digest, SignedMessage[CommitCertificate]] = {}
+        self.promises: dict[PeerId, SignedMessage[Promise]] = {}
+        self.justifications: dict[PeerId, SignedMessage[Justification]] = {}
         self._latest_acknowledgements: dict[PeerId, SignedMessage[Acknowledgement]] = {}
         self._held_by_peer: dict[PeerId, set[Digest]] = {}
         self._holders: dict[Digest, set[PeerId]] = {}
@@ -103,12 +118,31 @@ class RoundKnowledge:
         self._held_by_peer[peer].clear()
 
     def learn_acknowledgement(self, message: SignedMessage[Acknowledgement]) -> None:
-        """Record an acknowledgement, also one that arrives before its proposal."""
+        """Record an acknowledgement, also one that arrives before its proposal, or a confirmation."""
+        proposal = self.proposals.get(message.body.proposal)
+        if proposal is not None and not message.body.is_for(proposal):
+            return
+        if message.body.confirms:
+            if proposal is not None:
+                self.confirmations[proposal.digest].setdefault(message.sender, message)
+            return
         known = self._latest_acknowledgements.get(message.sender)
         if known is None or message.body.view >= known.body.view:
             self._latest_acknowledgements[message.sender] = message
-        if message.body.proposal in self.proposals:
-            self.acknowledgements[message.body.proposal].setdefault(message.sender, message)
+        if proposal is not None:
+            self.acknowledgements[proposal.digest].setdefault(message.sender, message)
+
+    def learn_promise(self, message: SignedMessage[Promise]) -> None:
+        """Record the promise of a member, unless it has made one to a later view."""
+        known = self.promises.get(message.sender)
+        if known is None or message.body.view >= known.body.view:
+            self.promises[message.sender] = message
+
+    def learn_justification(self, message: SignedMessage[Justification]) -> None:
+        """Record why a leader may propose what it does."""
+        known = self.justifications.get(message.sender)
+        if known is None or message.body.view >= known.body.view:
+            self.justifications[message.sender] = message
 
     def learn_proposal(self, message: SignedMessage[Commit]) -> None:
         """Record a proposal, and drop the oldest one where there are too many."""
@@ -121,30 +155,33 @@ class RoundKnowledge:
         elif len(self.proposals) >= MAX_PROPOSALS:
             self._drop_oldest(self.proposals)
         self.proposals[message.digest] = message
+        self.confirmations[message.digest] = {}
         # Acknowledgements may have overtaken the proposal that they acknowledge.
         self.acknowledgements[message.digest] = {
-            peer: known
-            for peer, known in self._latest_acknowledgements.items()
-            if known.body.proposal == message.digest
+            peer: known for peer, known in self._latest_acknowledgements.items() if known.body.is_for(message)
         }
 
     def _drop_oldest(self, digests: Iterable[Digest]) -> None:
         proposals = self.proposals
         oldest = min(digests, key=lambda digest: proposals[digest].body.view)
-        del self.proposals[oldest], self.acknowledgements[oldest]
+        del self.proposals[oldest], self.acknowledgements[oldest], self.confirmations[oldest]
         self.certificates.pop(oldest, None)
+        self.locks.pop(oldest, None)
 
     def learn_certificate(self, message: SignedMessage[CommitCertificate], members: Set[PeerId]) -> None:
-        """Record the acknowledgements of members in a certificate."""
+        """Record the acknowledgements or confirmations of members in a certificate."""
         proposal, votes = message.body.proposal, message.body.by_sender
         if proposal not in self.proposals:
             for acknowledgement in votes.values():
                 if acknowledgement.sender in members:
                     self.learn_acknowledgement(acknowledgement)
             return
-        self.certificates[proposal] = message
+        if not next(iter(votes.values())).body.is_for(self.proposals[proposal]):
+            return
+        confirms = message.body.confirms
+        (self.certificates if confirms else self.locks)[proposal] = message
         known = votes if votes.keys() <= members else {peer: votes[peer] for peer in votes.keys() & members}
-        self.acknowledgements[proposal].update(known)
+        (self.confirmations if confirms else self.acknowledgements)[proposal].update(known)
 
     def _is_newer(self, message: SignedMessage[Inventory]) -> bool:
         known = self.inventories.get(message.sender)
@@ -202,7 +239,12 @@ class RoundKnowledge:
     def is_lock(self, digest: Digest) -> bool:
         """Return whether a member says that a proposal binds it, or has acknowledged it."""
         acknowledged = (message.body.proposal for message in self._latest_acknowledgements.values())
-        return digest in acknowledged or any(inventory.lock == digest for inventory in self.inventories.values())
+        confirmed = (message.body.bounds.confirmed for message in self.promises.values())
+        return (
+            digest in acknowledged
+            or any(vote is not None and vote.proposal == digest for vote in confirmed)
+            or any(inventory.lock == digest for inventory in self.inventories.values())
+        )
 
     def acknowledgers(self, digest: Digest) -> set[PeerId]:
         """Return the peers that are known to have acknowledged a proposal."""
@@ -214,11 +256,21 @@ class RoundKnowledge:
         return not self.acknowledgers(digest) <= {self.proposals[digest].sender}
 
     def decided_proposal(self, voter_set: VoterSet) -> SignedMessage[Commit] | None:
-        """Return the proposal that a majority acknowledged."""
+        """Return the proposal that is decided."""
         for digest, proposal in self.proposals.items():
-            if voter_set.is_quorum(self.acknowledgements[digest].keys()):
+            if voter_set.is_decided(self.acknowledgements[digest].keys(), self.confirmations[digest].keys()):
                 return proposal
         return None
+
+    def knows_bounds(self, bounds: Bounds, view: int, voter_set: VoterSet) -> bool:
+        """Return whether a promise to a view names earlier proposals that are known here, the confirmed one locked."""
+        named = [vote for vote in (bounds.acknowledged, bounds.confirmed) if vote is not None]
+        for vote in named:
+            proposal = self.proposals.get(vote.proposal)
+            if proposal is None or Vote.of(proposal) != vote or vote.view >= view:
+                return False
+        lock = bounds.confirmed
+        return lock is None or voter_set.was_quorum(self.acknowledgements[lock.proposal].keys())
 
 
 class Sums:

@@ -1,15 +1,15 @@
 """The leader of a view: it selects the contributions, assigns the reducers and proposes a commit.
 
-The rule that keeps two leaders from committing different things is that of Paxos. A leader proposes only after a
-majority has joined its view: an inventory of its roster is the promise to acknowledge nothing older, and names the
-proposal that its sender acknowledged last. If a member that joined acknowledged an older proposal, the leader proposes
-the same again, the one with the highest ballot (see `choose_repeated_proposal`): so nothing that may have been
-decided is replaced.
+The rule that keeps two leaders from committing different things is that of Paxos and, where voters may lie, of `locks`.
+A leader proposes only after a majority has joined its view. Where nobody may lie, an inventory of its roster is the
+promise to acknowledge nothing older, and names the proposal that its sender acknowledged last; if a member that joined
+acknowledged an older proposal, the leader proposes the same again, the one with the highest ballot. Elsewhere members
+of a later view promise, and the leader shows the promises.
 
-A proposal is decided when a majority acknowledges it. A peer acknowledges it only when it holds everything that it
-needs to apply it: so a decided commit outlives any minority. Acknowledgements go to the leader, which shows those of a
-majority to all. They bind their senders, whether or not anybody else knows of them: if the leader dies, the next one
-learns of them with the promises.
+A peer acknowledges a proposal only when it holds everything that it needs to apply it: so a decided commit outlives
+any minority. Acknowledgements go to the leader. Those of a majority decide, or where voters may lie those of all; if
+not all come, the leader shows those of a majority, and a majority confirms. All this binds its senders, whether or not
+anybody else knows of it: if the leader dies, the next one learns of it with the promises.
 """
 
 import math
@@ -20,16 +20,11 @@ from typing import NamedTuple
 
 from protocol.blobs.blob import Blob
 from protocol.consensus.knowledge import RoundKnowledge
+from protocol.consensus.locks import required_contents
 from protocol.consensus.messages.contributions import Adoption, Commit, Evidence, blobs_of
+from protocol.consensus.messages.kinds import Promise
 from protocol.consensus.messages.signed import Digest, SignedMessage
-from protocol.consensus.quorum import (
-    Ballot,
-    BoundProposal,
-    Election,
-    RepeatedProposal,
-    VoterSet,
-    choose_repeated_proposal,
-)
+from protocol.consensus.quorum import Ballot, Election, VoterSet
 from protocol.consensus.settings import RoundSettings
 from protocol.consensus.topology import Contributions, ExchangeStatus, GatherTopology, draw_reducers
 from protocol.consensus.view import View
@@ -65,7 +60,6 @@ class Leader(ABC):
         self.false_reducers: Set[PeerId] = frozenset()  # those that announced a wrong sum
         self.set_aside: Set[PeerId] = frozenset()  # those that failed to serve in earlier rounds
         self.unusable: Set[PeerId] = frozenset()  # those whose contribution this peer cannot get or decode
-        self.excluded: Set[PeerId] = frozenset()  # those whose misdeeds are proved
         self._settings = settings
         self._election = election
         self._voter_set = voter_set
@@ -88,12 +82,35 @@ class Leader(ABC):
         return joined
 
     def joined_peers(self) -> set[PeerId]:
-        """Return the members that joined this view and whose last acknowledged proposal is known here."""
-        return {self._knowledge.me} | {
+        """Return the members that joined this view and may acknowledge its proposal, as far as this peer knows."""
+        roster, me = self._view.roster.digest, self._knowledge.me
+        return {me} | {
             peer
             for peer, inventory in self._knowledge.inventories.items()
-            if inventory.roster == self._view.roster.digest
-            and (not inventory.lock or inventory.lock in self._knowledge.proposals)
+            if inventory.roster == roster and self._is_known(peer, inventory.lock)
+        }
+
+    def _is_known(self, peer: PeerId, lock: Digest) -> bool:
+        """Return whether this peer knows what binds a member, and that it is not bound by another proposal of the view.
+
+        Where voters may lie, a member of a later view has to promise as well.
+        """
+        proposal, view = self._knowledge.proposals.get(lock), self._view.ballot.view
+        if lock and proposal is None:
+            return False
+        if not self._voter_set.tolerated:
+            return True
+        if proposal is not None and proposal.body.view >= view:
+            return proposal.sender == self._knowledge.me
+        return not view or peer in self.promises()
+
+    def promises(self) -> dict[PeerId, SignedMessage[Promise]]:
+        """Return the promises to this view that name nothing which is unknown here, by ascending senders."""
+        view, knowledge, roster = self._view.ballot.view, self._knowledge, self._view.roster.digest
+        return {
+            peer: promise
+            for peer, promise in sorted(knowledge.promises.items())
+            if promise.body.roster == roster and knowledge.knows_bounds(promise.body.bounds, view, self._voter_set)
         }
 
     def has_quorum(self) -> bool:
@@ -101,30 +118,39 @@ class Leader(ABC):
         return self._voter_set.is_quorum(self.joined_peers())
 
     def locked_proposal(self) -> SignedMessage[Commit] | None:
-        """Return the highest older proposal that any voter of this view acknowledged."""
-        return found.proposal if (found := self._repeated_proposal()) else None
+        """Return the older proposal to repeat: one that the promises require, or the newest that binds a member."""
+        known, voters = self._knowledge.proposals.values(), self._voter_set.voters
+        older = [entry for entry in known if self._ballot(entry) < self._view.ballot]
+        required = self._required_contents()
+        if required is not None:
+            chosen = [entry for entry in older if entry.body.content_digest in required]
+        else:
+            joined = self.joined_peers() & voters
+            chosen = [entry for entry in older if self._binds(entry, joined)]
+        return max(chosen, key=self._precedence, default=None)
 
-    def _is_doubtful(self) -> bool:
-        """Return whether silent voters may know of a decision for another proposal of the same view."""
-        return (found := self._repeated_proposal()) is not None and found.is_doubtful
+    def _required_contents(self) -> Set[Digest] | None:
+        if not self._voter_set.tolerated or not self._view.ballot.view:
+            return None
+        voters = self._voter_set.voters
+        bounds = [promise.body.bounds for peer, promise in self.promises().items() if peer in voters]
+        return required_contents(bounds, self._voter_set.tolerated)
 
-    def _repeated_proposal(self) -> RepeatedProposal | None:
-        knowledge, joined = self._knowledge, self.joined_peers() & self._voter_set.voters
-        bound = [
-            BoundProposal(self._ballot(entry), entry, joined & knowledge.acknowledgers(entry.digest))
-            for entry in knowledge.proposals.values()
-            if self._ballot(entry) < self._view.ballot and self._binds(entry, joined)
-        ]
-        return choose_repeated_proposal(bound, self._voter_set, joined, self.excluded)
+    def _precedence(self, proposal: SignedMessage[Commit]) -> tuple[Ballot, int]:
+        """Return the ballot of a proposal, and of how many voters this peer knows that they acknowledged it."""
+        count = len(self._voter_set.voters & self._knowledge.acknowledgers(proposal.digest))
+        return self._ballot(proposal), count
 
     def _binds(self, proposal: SignedMessage[Commit], joined: Set[PeerId]) -> bool:
-        """Return whether this leader has to repeat a proposal that some of these voters may have acknowledged.
+        """Return whether this leader repeats a proposal that some of these voters may have acknowledged.
 
         Honest voters refuse one with a wrong sum for ever, so it is given up once it cannot have been decided.
         """
         bound, evidence = joined & self._knowledge.acknowledgers(proposal.digest), proposal.body.evidence
         if not bound or evidence is None or self.false_reducers.isdisjoint(evidence.peers):
             return bool(bound)
+        if self._voter_set.tolerated:
+            return False
         return self._voter_set.is_quorum(self._voter_set.voters - (joined - bound))
 
     def _ballot(self, proposal: SignedMessage[Commit]) -> Ballot:
@@ -150,15 +176,20 @@ class Leader(ABC):
     def next_proposal(self, now: float) -> Proposal | None:
         """Return a proposal once it is safe and worthwhile to make one."""
         joined = self._update_present_peers(now)
-        if not self._voter_set.is_quorum(joined):
+        if not self._voter_set.is_quorum(joined) or self._awaits_promises(now):
             return None
         locked = self.locked_proposal()
         if locked is None:
             return self._new_proposal(joined, now)
-        if now < self._exchange_deadline and self._is_doubtful():
-            return None
         body = locked.body
         return Proposal(body.contributions, body.parts, body.left_out, body.adoption, body.evidence)
+
+    def _awaits_promises(self, now: float) -> bool:
+        """Return whether promises may still come that convince the peers which exclude nobody."""
+        if not self._voter_set.tolerated or not self._view.ballot.view:
+            return False
+        is_full, grace_ends = self._voter_set.is_full_quorum, self._view.started_at + self._settings.grace
+        return now < grace_ends and is_full(self._present) and not is_full(self.promises().keys())
 
     @abstractmethod
     def _new_proposal(self, joined: set[PeerId], now: float) -> Proposal | None:

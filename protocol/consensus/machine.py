@@ -25,8 +25,10 @@ from protocol import murmur_pb2 as wire
 from protocol.conduct import RoundConduct
 from protocol.consensus import view_change
 from protocol.consensus.acceptance import (
+    build_justification,
     build_roster,
     lacks_assignment,
+    lacks_justification,
     proposal_fault,
     proposals_to_show,
     unknown_contributors,
@@ -60,6 +62,8 @@ from protocol.consensus.messages.kinds import (
     Body,
     CommitCertificate,
     Inventory,
+    Justification,
+    Promise,
     ReducedPart,
     ReducerAssignment,
     kind_of,
@@ -74,12 +78,14 @@ from protocol.consensus.reduction import (
     reduce_parts,
 )
 from protocol.consensus.settings import RoundSettings, RoundStart
-from protocol.consensus.state import MAX_VIEW, Rejection, RoundState
+from protocol.consensus.state import MAX_VIEW, PersistentVote, Rejection, RoundState
 from protocol.consensus.view import View
 from protocol.identity import PeerId
 
 READY_SHARE = 0.25  # of a grace, in which a contribution reaches every leader
-FAULTS = frozenset({"leader silent", "exchange stalled", "not followed", "false proposal", "wrong sum"})
+FAULTS = frozenset(
+    {"leader silent", "exchange stalled", "not followed", "false proposal", "forgets a decision", "wrong sum"}
+)
 OutgoingMessage = tuple[Collection[PeerId], SignedMessage[Any]]
 BodyT = TypeVar("BodyT", bound=Body)
 Signer = Callable[[str, message.Message], wire.Signed]  # kind, body
@@ -133,12 +139,16 @@ def _dispatch(state: RoundState, message: SignedMessage[Any], now: float) -> lis
             return _handle_reduced_part(state, message)
         case Commit():
             return _handle_proposal(state, message)
+        case Promise():
+            state.knowledge.learn_promise(message)
+        case Justification():
+            state.knowledge.learn_justification(message)
         case Acknowledgement() | CommitCertificate() if message.body.basis != state.basis:
             return [(message.sender, "other basis")]
         case Acknowledgement():
             state.knowledge.learn_acknowledgement(message)
         case CommitCertificate():
-            state.knowledge.learn_certificate(message, state.voter_set.known)
+            state.knowledge.learn_certificate(message, state.voter_set.known | state.voter_set.original)
     return []
 
 
@@ -264,9 +274,10 @@ def messages_to_resend(state: RoundState, inventory: SignedMessage[Inventory]) -
     """
     view = state.current_view
     if view is None and state.leader == state.me:
-        return [(state.others if state.view else state.others & state.knowledge.contributions.keys(), inventory)]
+        receivers = state.others if state.view else state.others & state.knowledge.contributions.keys()
+        return [*_confirmation(state), (receivers, inventory)]
     if view is None:
-        return messages_for_next_leader(state, inventory)
+        return [*_confirmation(state), *messages_for_next_leader(state, inventory)]
     return _leader_messages(state, view, inventory) if state.leader_role else _member_messages(state, view, inventory)
 
 
@@ -274,8 +285,17 @@ def messages_for_next_leader(state: RoundState, inventory: SignedMessage[Invento
     """Return what the leader of a view needs before it makes a roster: contribution, lock and inventory."""
     leader = [] if state.leader is None or state.leader == state.me else [state.leader]
     own = state.knowledge.contributions.get(state.me)
-    messages: list[OutgoingMessage] = [(leader, message) for message in (own, state.lock) if message is not None]
+    messages: list[OutgoingMessage] = [(leader, message) for message in (own, *state.binding_messages) if message]
     return [*messages, (state.others, inventory)] if state.view else messages
+
+
+def _confirmation(state: RoundState) -> list[OutgoingMessage]:
+    """Return the confirmation of this peer in this view, for the maker of the proposal."""
+    proposal = state.confirmed.proposal if state.confirmed else None
+    if proposal is None or proposal.body.view != state.view or proposal.sender == state.me:
+        return []
+    vote = state.knowledge.confirmations.get(proposal.digest, {}).get(state.me)
+    return [] if vote is None else [([proposal.sender], vote)]
 
 
 def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
@@ -287,7 +307,7 @@ def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
     messages += [(state.others, older) for older in proposals_to_show(state)]
     messages += [(joined, view.assignment)] if view.assignment else []
     if proposal:
-        messages.append((state.others - state.knowledge.acknowledgements[proposal.digest].keys(), proposal))
+        messages += _proposal_messages(state, proposal)
     else:
         for part in view.newest_announcements():
             receivers = {peer for peer in joined if not state.knowledge.has_blob(peer, part.body.blob.digest)}
@@ -295,14 +315,26 @@ def _leader_messages(state: RoundState, view: View, inventory: SignedMessage[Inv
     return messages
 
 
+def _proposal_messages(state: RoundState, proposal: SignedMessage[Commit]) -> list[OutgoingMessage]:
+    """Return what the leader repeats about its proposal: itself and why it may make it, or that it is locked."""
+    acknowledged, confirmed = (
+        table[proposal.digest].keys() for table in (state.knowledge.acknowledgements, state.knowledge.confirmations)
+    )
+    silent, shown = state.others - acknowledged - confirmed, state.justification_of(proposal)
+    messages: list[OutgoingMessage] = [(silent, message) for message in (shown, proposal) if message is not None]
+    if state.is_confirmed(proposal):
+        messages.append((state.others - confirmed, state.knowledge.locks[proposal.digest]))
+    return messages
+
+
 def _member_messages(state: RoundState, view: View, inventory: SignedMessage[Inventory]) -> list[OutgoingMessage]:
-    leader = [view.leader]
-    acknowledgement = state.own_acknowledgement()
+    leader, acknowledgement = [view.leader], state.own_acknowledgement()
     if state.is_locked_in_current_view() and acknowledgement:
-        return [(leader, acknowledgement)]
-    messages: list[OutgoingMessage] = [(leader, inventory)]
-    if state.lock:
-        messages.append((leader, state.lock))
+        return _confirmation(state) or [(leader, acknowledgement)]
+    messages: list[OutgoingMessage] = [*_confirmation(state), (leader, inventory)]
+    messages += [(leader, message) for message in state.binding_messages]
+    if state.promise is not None and state.promise.body.roster == view.roster.digest:
+        messages.append((leader, state.promise))
     return messages + [(leader, part) for part in view.newest_announcements() if part.sender == state.me]
 
 
@@ -335,7 +367,7 @@ class RoundMachine:
         self._signer = signer
         self._state = RoundState(settings, me, start, now, early_submit_policy)
         self._knowledge = self._state.knowledge
-        self._persisted_vote: tuple[int, Digest] = -1, b""  # view and lock
+        self._persisted_vote: PersistentVote = -1, b"", b""
         vote = start.last_vote
         if vote is not None and (vote.round, vote.base) == (start.number, start.base):
             self._persisted_vote = self._state.restore_vote(vote)
@@ -415,12 +447,15 @@ class RoundMachine:
         """Return a vote record, to be persisted before the new messages are sent, if they bind this peer further."""
         state = self._state
         view = state.current_view.ballot.view if state.current_view else self._persisted_vote[0]
-        vote = view, state.lock.digest if state.lock else b""
+        if state.confirmed is not None:  # perhaps without the roster of its view
+            view = max(view, state.confirmed.proposal.body.view)
+        vote = state.persistent_vote(view)
         if vote == self._persisted_vote:
             return []
         self._persisted_vote = vote
-        blobs = tuple(part_blob.blob for part_blob in state.required_parts(state.lock)) if state.lock else ()
-        return [VoteRecord(state.number, state.base, view, state.lock, state.voter_set.known, blobs)]
+        parts = dict.fromkeys(part for proposal in state.binding_proposals for part in state.required_parts(proposal))
+        blobs = tuple(dict.fromkeys(part_blob.blob for part_blob in parts))
+        return [VoteRecord(state.number, state.base, view, state.lock, state.voter_set.known, blobs, state.confirmed)]
 
     def next_deadline(self, now: float) -> float | None:
         """Return the time at which the machine needs a Tick, or `None` once the round is decided."""
@@ -476,11 +511,14 @@ class RoundMachine:
         self._request_early_submit(now)
         self._change_view(now)
         self._open_roster(now)
+        self._promise()
         self._assign_reducers(now)
         self._reduce_parts()
         self._speculate()
         self._propose(now)
         self._acknowledge_proposal(now)
+        self._show_lock(now)
+        self._confirm()
         self._fetch_missing_parts()
         self._report_inventory()
         self._retransmit(now)
@@ -524,9 +562,24 @@ class RoundMachine:
         proposal = state.leader_role.next_proposal(now)
         if proposal is not None:
             commit = self._sign(proposal.to_commit(state.number, state.view, state.base, state.adoption))
-            shown = proposals_to_show(state)
+            shown: list[SignedMessage[Any]] = [*proposals_to_show(state)]
+            if (justification := build_justification(state, commit)) is not None:
+                shown.append(self._sign(justification))
+                self._knowledge.learn_justification(shown[-1])
             self._knowledge.learn_proposal(commit)
             self._send_all((state.others, message) for message in (*shown, commit))
+
+    def _promise(self) -> None:
+        """Make the promise of a member that follows the leader of a later view: to acknowledge nothing older."""
+        state, view = self._state, self._state.current_view
+        if view is None or not state.needs_promises or not state.may_acknowledge():
+            return
+        if state.promise is not None and state.promise.body.roster == view.roster.digest:
+            return
+        state.promise = self._sign(Promise(state.number, state.view, view.roster.digest, state.bounds))
+        self._knowledge.learn_promise(state.promise)
+        for known in (*state.binding_messages, state.promise):
+            self._send({view.leader} - {state.me}, known)
 
     def _assign_reducers(self, now: float) -> None:
         view, assignment = self._state.current_view, next_assignment(self._state, now)
@@ -563,16 +616,50 @@ class RoundMachine:
         """Vote for the proposal once this peer holds its parts; from then on it votes for nothing older."""
         state, view = self._state, self._state.current_view
         proposal = state.proposal()
-        if view is None or proposal is None or state.is_locked_in_current_view():
+        if view is None or proposal is None or not state.may_acknowledge():
             return
         view.proposed_at = now if view.proposed_at is None else view.proposed_at
         if lacks_assignment(state, proposal) or awaits_audit(state, proposal, now) or proposal_fault(state, proposal):
             return
+        if lacks_justification(state, proposal):
+            return
         if self._knowledge.has_all_parts(state.me, state.required_parts(proposal)):
             state.lock = proposal
-            vote = self._sign(Acknowledgement(state.number, state.view, proposal.digest, state.basis))
+            vote = self._sign(Acknowledgement.of(proposal, state.basis))
             self._knowledge.learn_acknowledgement(vote)
             self._send({proposal.sender} - {state.me}, vote)
+
+    def _show_lock(self, now: float) -> None:
+        """Show that a quorum has acknowledged the proposal of this peer, once it waits for the others no longer."""
+        state, view, lock = self._state, self._state.current_view, self._state.lock
+        if view is None or lock is None or lock.sender != state.me or not state.voter_set.tolerated:
+            return
+        acknowledged, shown = self._knowledge.acknowledgements[lock.digest], self._knowledge.locks.get(lock.digest)
+        is_enough = state.voter_set.was_quorum if shown is None else state.voter_set.is_full_quorum
+        if not is_enough(acknowledged.keys()) or (shown and is_enough(shown.body.signers)):
+            return
+        view.quorum_since = now if view.quorum_since is None else view.quorum_since
+        due = state.lock_due_at()
+        if due is None or now < due or state.voter_set.is_unanimous(acknowledged.keys()):
+            return
+        certificate = self._sign(CommitCertificate.of([acknowledged[peer] for peer in sorted(acknowledged)]))
+        self._knowledge.learn_certificate(certificate, certificate.body.signers)
+        self._send(state.others, certificate)
+
+    def _confirm(self) -> None:
+        """Confirm the proposal of this view of which it is shown that a quorum has acknowledged it.
+
+        The lock counts, not the opinion of this peer: it may refuse the proposal, or lack its parts, and still knows
+        that no other proposal of the view can be decided.
+        """
+        state = self._state
+        lock = state.lock_to_confirm()
+        if lock is None:
+            return
+        state.confirmed = lock
+        vote = self._sign(Acknowledgement.of(lock.proposal, state.basis, confirms=True))
+        self._knowledge.learn_acknowledgement(vote)
+        self._send({lock.proposal.sender} - {state.me}, vote)
 
     def _fetch_missing_parts(self) -> None:
         for part_blob, missing in {**missing_inputs(self._state), **self._state.missing_parts()}.items():
@@ -591,7 +678,7 @@ class RoundMachine:
         joined = self._last_report[0] == view.roster.digest
         if report == self._last_report or (joined and state.awaits_parts):
             return
-        if not joined and state.lock:
+        if not joined and state.lock and not state.needs_promises:
             self._send([view.leader], state.lock)
         self._last_report = report
         self._send([view.leader], self._sign(state.build_inventory()))
@@ -613,13 +700,17 @@ class RoundMachine:
 
     def _certificate_for(self, commit: SignedMessage[Commit]) -> SignedMessage[CommitCertificate]:
         """Return the certificate that the leader sent, or else make one of the collected acknowledgements."""
-        received = self._knowledge.certificates.get(commit.digest)
-        if received and self._state.voter_set.is_quorum(vote.sender for vote in received.body.acknowledgements):
-            return received
-        known, voters = self._knowledge.acknowledgements[commit.digest], self._state.voter_set.voters
-        votes = {peer: vote for peer, vote in known.items() if peer in voters}
-        ordered = tuple(votes[peer] for peer in sorted(votes))
-        return self._sign(CommitCertificate.of(ordered))
+        knowledge, voter_set, digest = self._knowledge, self._state.voter_set, commit.digest
+        nobody: frozenset[PeerId] = frozenset()
+        for received in (knowledge.certificates.get(digest), knowledge.locks.get(digest)):
+            if received is not None:
+                votes = nobody, received.body.signers
+                if voter_set.is_decided(*(votes if received.body.confirms else reversed(votes))):
+                    return received
+        is_fast = voter_set.is_decided(knowledge.acknowledgements[digest].keys(), nobody)
+        known = (knowledge.acknowledgements if is_fast else knowledge.confirmations)[digest]
+        entitled = voter_set.voters | self._state.electorate.voters
+        return self._sign(CommitCertificate.of([known[peer] for peer in sorted(known) if peer in entitled]))
 
     def _retransmit(self, now: float) -> None:
         """Repeat the messages that may have been lost."""

@@ -1,26 +1,20 @@
-"""The leader of each view, the quorums that decide a round, and the older proposal that a leader repeats.
+"""The leader of each view, and the quorums that decide a round.
 
     rank(view, peer) = SHA-256(digest of the chain, view, peer) as a number; the live voter with the lowest rank leads.
 
 Nobody knows the digest before the round before is decided, so nobody can choose a key that leads a later round.
 
-Members may disagree for a while on the set of live members, so a view can have two leaders. As in Paxos this is
-harmless: ballots are totally ordered, by view and then by rank, and each has exactly one proposer.
-
-Honest voters acknowledge one proposal of a view, and a liar may acknowledge all of them. So at most one of them was
-decided, but while some voters are silent, the new leader may be unable to tell which one. It waits for them: a voter
-that knows the decision answers with the certificate. The wait is limited, because a liar may be silent as well.
+Members may disagree for a while on the set of live members, so a view can have two leaders. Members follow the one with
+the higher ballot: by view, and then by rank; `locks` says which proposals they may acknowledge then.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from protocol.consensus.events import MembershipChanged
-from protocol.consensus.messages.contributions import Commit
-from protocol.consensus.messages.signed import Digest, SignedMessage
+from protocol.consensus.messages.signed import Digest
 from protocol.electorate import Electorate
 from protocol.identity import PeerId
 
@@ -126,12 +120,15 @@ class VoterSet:
         # Members of the round before that have not appeared in this one yet: late rather than gone.
         self._not_yet_seen = set(last_seen)
         self._forgotten: dict[PeerId, float] = {}  # since when
+        self._most_voters: frozenset[PeerId] = frozenset()
         self._recount()
 
     def _recount(self) -> None:
         self.members: frozenset[PeerId] = self.live.union(self._vanished) if self._vanished else self.live
         self.known = self.members.union(self._forgotten) if self._forgotten else self.members
         self.voters = self._electorate.counted(self.members, self.known)
+        if len(self.voters) > len(self._most_voters):
+            self._most_voters = self.voters
         self.voting_members = self.members & self.voters
         # The members that may lead.
         self.electable = self.live & self.voters or self.live
@@ -217,17 +214,48 @@ class VoterSet:
             return True
         return bool(self.voting_members) and self.voting_members <= present
 
-    def may_have_decided(self, peers: Set[PeerId], liars: Set[PeerId]) -> bool:
-        """Return whether these voters may have decided, together with as many liars as a round tolerates.
+    @property
+    def tolerated(self) -> int:
+        """Return how many voters of the round may lie; while nobody has a vote yet, by the most members that it had."""
+        return self._electorate.tolerated_liars(len(self.original))
 
-        Args:
-            peers: the voters that acknowledged a proposal or may have done so.
-            liars: keys whose misdeeds are proved; they vote no more, but may have acknowledged everything before.
+    @property
+    def original(self) -> frozenset[PeerId]:
+        """Return all that had a vote when the round began, with those that are gone or excluded by now."""
+        return self._electorate.voters or self._most_voters
+
+    def was_quorum(self, peers: Set[PeerId]) -> bool:
+        """Return whether these peers are a quorum, or were one of those that had a vote when the round began.
+
+        Some of them may be excluded here by now. Their votes count all the same: a quorum allows for liars.
         """
-        lying = {peer for peer in liars if self._electorate.has_vote(peer) is not False}
-        count = len(self.voters | lying)
-        spare = max(len(lying), self._electorate.tolerated_liars(count))
-        return len(self.voters & peers) + spare >= self._electorate.quorum_size(count)
+        return self.is_quorum(peers) or self.is_full_quorum(peers)
+
+    def is_full_quorum(self, peers: Set[PeerId]) -> bool:
+        """Return whether these peers are a quorum of all that had a vote when the round began.
+
+        A peer that excludes a liar by its own sums alone has a smaller quorum than the others.
+        """
+        original = self.original
+        return len(original & peers) >= self._electorate.quorum_size(len(original))
+
+    def may_be_unanimous(self, peers: Set[PeerId]) -> bool:
+        """Return whether all voters that are not among these peers are alive."""
+        return self._entitled - peers <= self.live
+
+    def is_unanimous(self, peers: Set[PeerId]) -> bool:
+        """Return whether these peers include all that have a vote, dead or alive."""
+        return bool(self._entitled) and self._entitled <= peers
+
+    @property
+    def _entitled(self) -> frozenset[PeerId]:
+        return self._electorate.voters or self.voters
+
+    def is_decided(self, acknowledged: Set[PeerId], confirmed: Set[PeerId]) -> bool:
+        """Return whether a proposal is decided that these peers acknowledged and confirmed; see `locks`."""
+        if not self.tolerated:
+            return self.is_quorum(acknowledged)
+        return self.is_unanimous(acknowledged) or self.is_quorum(confirmed)
 
     def least_majority(self) -> int:
         """Return how many voters that are members decide."""
@@ -237,40 +265,3 @@ class VoterSet:
         """Return the time at which the next member, or the vote of one, will be forgotten."""
         times = [*self._vanished.values(), *(() if self._electorate.rule.trusted else self._forgotten.values())]
         return min((time + self._memory.vote_memory for time in times), default=None)
-
-
-class BoundProposal(NamedTuple):
-    """An older proposal, and the voters of this view that are known to have acknowledged it."""
-
-    ballot: Ballot
-    proposal: SignedMessage[Commit]
-    voters: Set[PeerId]
-
-
-class RepeatedProposal(NamedTuple):
-    """The proposal to repeat; `is_doubtful`: whether voters that are still silent may know of another decision."""
-
-    proposal: SignedMessage[Commit]
-    is_doubtful: bool
-
-
-def choose_repeated_proposal(
-    bound: Sequence[BoundProposal], voter_set: VoterSet, joined: Set[PeerId], liars: Set[PeerId]
-) -> RepeatedProposal | None:
-    """Return the newest proposal that may have been decided; of several, the one that more voters acknowledged.
-
-    Args:
-        bound: the older proposals that some of the voters that joined this view acknowledged.
-        voter_set: the voters of the round.
-        joined: the voters that joined this view.
-        liars: the keys whose misdeeds are proved.
-    """
-    newest = max((entry.ballot for entry in bound), default=None)
-    rivals = [entry for entry in bound if entry.ballot == newest]
-    silent = voter_set.voters - joined
-    possible = [entry for entry in rivals if voter_set.may_have_decided(entry.voters | silent, liars)]
-    chosen = max(possible or rivals, key=lambda entry: len(entry.voters), default=None)
-    if chosen is None:
-        return None
-    contents = {entry.proposal.body.content_digest for entry in possible}
-    return RepeatedProposal(chosen.proposal, bool(silent) and len(contents) > 1)

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.blobs.blob import Blob
-from protocol.consensus.events import EarlySubmitPolicy, MembershipChanged, RejectReason, VoteRecord
+from protocol.consensus.events import EarlySubmitPolicy, Lock, MembershipChanged, RejectReason, VoteRecord
 from protocol.consensus.knowledge import RoundKnowledge, Sums
 from protocol.consensus.leader import MAX_ATTEMPTS, Leader, new_leader
+from protocol.consensus.locks import Bounds, Vote
 from protocol.consensus.messages.contributions import MAX_HELD_BLOBS, NO_ROSTER, Commit, PartBlob, Roster, part_blobs_of
-from protocol.consensus.messages.kinds import Acknowledgement, Inventory
+from protocol.consensus.messages.kinds import Acknowledgement, Inventory, Justification, Promise
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.consensus.quorum import Election, VoteMemory, VoterSet
 from protocol.consensus.settings import RoundSettings, RoundStart
@@ -21,9 +22,11 @@ from protocol.identity import PeerId
 RETRANSMITS_PER_TIMEOUT = 3
 MAX_VIEW = 2**31
 Rejection = tuple[PeerId, RejectReason]
+PersistentVote = tuple[int, Digest, Digest]  # view, and the proposals that were acknowledged and confirmed
 MIN_HELD_BLOBS = 256  # blobs that a member may claim to hold before any is known
 MAX_OWNERS_ASKED = 4  # for the same blob
 FORGIVING_VIEW = 2  # from this view on, peers lead again that failed in earlier rounds
+LEAST_WAIT = 0.05  # seconds, for the last acknowledgements
 ROUNDING_ERROR = 1e-9  # in a share times a count
 
 
@@ -37,7 +40,8 @@ class MissingPart(NamedTuple):
 class RoundState:
     """The state of one peer in a round; owned by its round machine.
 
-    `lock`: the newest proposal that this peer acknowledged. `view_since`: the time at which it came to this view or its
+    `lock`: the newest proposal that this peer acknowledged. `confirmed`: the newest one that it confirmed. `promise`:
+    that to the current view, if it needs one. `view_since`: the time at which it came to this view or its
     roster. `failed_leaders`: leaders whose views ended undecided. `full_arrival_times`: the time at which each
     full contribution of others was first known. `leader_last_heard`: the last sign of life of a leader without a
     roster. `known_trainers`: all keys that this peer knows to train in the run or to have trained lately.
@@ -100,29 +104,67 @@ class RoundState:
         self.leader_last_heard = now
         self.failed_leaders: set[PeerId] = set()
         self.lock: SignedMessage[Commit] | None = None
+        self.confirmed: Lock | None = None
+        self.promise: SignedMessage[Promise] | None = None
         self.roster_quorum_since: float | None = None  # enough members have contributed to make a roster at once
         self.half_contributed_since: float | None = None  # at least half of the awaited members have contributed
 
     def update_membership(self, event: MembershipChanged, now: float) -> None:
         """Take over a new set of live members."""
         self.known_trainers |= event.peers | event.departed | event.ahead | event.trainers
-        self.known_trainers -= event.excluded
+        self.known_trainers = self.known_trainers - event.excluded | event.doubted
         self.excluded, self.not_leading = event.excluded, event.not_leading - {self.me}
         self.set_aside = event.set_aside - {self.me}
         self.voter_set.update(event, now)
         self._arriving = event.arriving
-        if self.leader_role is not None:
-            self.leader_role.excluded = self.excluded
 
-    def restore_vote(self, vote: VoteRecord) -> tuple[int, Digest]:
-        """Continue after the last vote of an earlier process, and return the view and lock that bind this peer."""
+    def restore_vote(self, vote: VoteRecord) -> PersistentVote:
+        """Continue after the last vote of an earlier process, and return what binds this peer."""
         self.view = min(vote.view + 1, MAX_VIEW)
-        self.lock = vote.lock
-        if vote.lock is None:
-            return vote.view, b""
-        self.knowledge.learn_proposal(vote.lock)
-        self.knowledge.learn_contributions(vote.lock.body, self.voter_set.known)
-        return vote.view, vote.lock.digest
+        self.lock, self.confirmed = vote.lock, vote.confirmed
+        for proposal in self.binding_proposals:
+            self.knowledge.learn_proposal(proposal)
+            self.knowledge.learn_contributions(proposal.body, self.voter_set.known)
+        if vote.confirmed is not None:
+            self.knowledge.learn_certificate(vote.confirmed.certificate, vote.confirmed.certificate.body.signers)
+        return self.persistent_vote(vote.view)
+
+    def persistent_vote(self, view: int) -> PersistentVote:
+        """Return what binds this peer in a view: its promise, and the proposals that it acknowledged and confirmed."""
+        lock, confirmed = self.lock, self.confirmed
+        return view, lock.digest if lock else b"", confirmed.proposal.digest if confirmed else b""
+
+    @property
+    def binding_proposals(self) -> list[SignedMessage[Commit]]:
+        """Return the proposals that this peer acknowledged and confirmed last."""
+        confirmed = self.confirmed.proposal if self.confirmed else None
+        found = [] if self.lock is None else [self.lock]
+        return found if confirmed is None or confirmed == self.lock else [*found, confirmed]
+
+    @property
+    def binding_messages(self) -> list[SignedMessage[Any]]:
+        """Return what the leader of a later view has to know about these proposals."""
+        proposals: list[SignedMessage[Any]] = [*self.binding_proposals]
+        return [*proposals, self.confirmed.certificate] if self.confirmed else proposals
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return what a promise of this peer names."""
+        lock, confirmed = self.lock, self.confirmed
+        return Bounds(Vote.of(lock) if lock else None, Vote.of(confirmed.proposal) if confirmed else None)
+
+    @property
+    def needs_promises(self) -> bool:
+        """Return whether the leader of this view has to show promises."""
+        return self.view > 0 and self.voter_set.tolerated > 0
+
+    def justification_of(self, proposal: SignedMessage[Commit]) -> SignedMessage[Justification] | None:
+        """Return the justification that the leader of this view has shown for its proposal."""
+        known, view = self.knowledge.justifications.get(proposal.sender), self.current_view
+        if known is None or view is None:
+            return None
+        said = known.body.proposal, known.body.view, known.body.base, known.body.roster
+        return known if said == (proposal.digest, proposal.body.view, self.base, view.roster.digest) else None
 
     @property
     def topology(self) -> Topology:
@@ -234,7 +276,6 @@ class RoundState:
             self.leader_role = new_leader(self.settings, self.election, self.voter_set, self.knowledge, view)
             self.leader_role.false_reducers, self.leader_role.set_aside = self.false_reducers, self.set_aside
             self.leader_role.unusable = self.unusable
-            self.leader_role.excluded = self.excluded
         equivocating = self.knowledge.learn_contributions(roster.body, self.voter_set.known)
         late = sorted(self.knowledge.contributions.keys() - set(view.contributors))
         return [*((peer, "equivocation") for peer in equivocating), *((peer, "late") for peer in late)]
@@ -250,6 +291,42 @@ class RoundState:
     def is_locked_in_current_view(self) -> bool:
         """Return whether this peer has acknowledged the proposal of this leader in this view."""
         return self.lock is not None and (self.lock.sender, self.lock.body.view) == (self.leader, self.view)
+
+    def may_acknowledge(self) -> bool:
+        """Return whether this peer has acknowledged no proposal in this view.
+
+        Where nobody may lie, it may acknowledge those of two leaders.
+        """
+        if not self.voter_set.tolerated:
+            return not self.is_locked_in_current_view()
+        return self.lock is None or self.lock.body.view < self.view
+
+    def lock_due_at(self) -> float | None:
+        """Return the time at which this peer shows the lock of its own proposal, because not all have acknowledged it.
+
+        It waits for the last acknowledgements as long again as those of a quorum took, unless a voter is gone.
+        """
+        view, lock = self.current_view, self.lock
+        if view is None or lock is None or view.quorum_since is None or not self.is_locked_in_current_view():
+            return None
+        if not self.voter_set.may_be_unanimous(self.knowledge.acknowledgements[lock.digest].keys()):
+            return view.quorum_since
+        since = view.started_at if view.proposed_at is None else view.proposed_at
+        return view.quorum_since + min(self.settings.grace, max(LEAST_WAIT, view.quorum_since - since))
+
+    def lock_to_confirm(self) -> Lock | None:
+        """Return a proposal of this view of which a quorum is known to have acknowledged it, if none is confirmed."""
+        if not self.voter_set.tolerated or (self.confirmed and self.confirmed.proposal.body.view >= self.view):
+            return None
+        for digest, certificate in self.knowledge.locks.items():
+            proposal = self.knowledge.proposals[digest]
+            if proposal.body.view == self.view and self.voter_set.was_quorum(certificate.body.signers):
+                return Lock(proposal, certificate)
+        return None
+
+    def is_confirmed(self, proposal: SignedMessage[Commit]) -> bool:
+        """Return whether this peer has confirmed a proposal."""
+        return self.confirmed is not None and self.confirmed.proposal.digest == proposal.digest
 
     def required_parts(self, proposal: SignedMessage[Commit]) -> Sequence[PartBlob]:
         """Return the parts without which this peer cannot apply a proposal."""
@@ -276,7 +353,9 @@ class RoundState:
 
     def own_acknowledgement(self) -> SignedMessage[Acknowledgement] | None:
         """Return the acknowledgement of the proposal that binds this peer."""
-        return self.knowledge.acknowledgements.get(self.lock.digest, {}).get(self.me) if self.lock else None
+        if self.lock is None:
+            return None
+        return self.knowledge.acknowledgements.get(self.lock.digest, {}).get(self.me)
 
     def missing_parts(self) -> dict[PartBlob, MissingPart]:
         """Return the parts that this peer needs and lacks."""
@@ -334,4 +413,11 @@ class RoundState:
         """Return the times at which the passing of time alone may change a decision."""
         grace_ends = None if self.half_contributed_since is None else self.half_contributed_since + self.settings.grace
         of_leader = self.leader_role.deadlines() if self.leader_role else []
-        return [grace_ends, self.roster_due_at(), self.early_submit_at(), self.voter_set.next_forget_at(), *of_leader]
+        return [
+            grace_ends,
+            self.roster_due_at(),
+            self.early_submit_at(),
+            self.voter_set.next_forget_at(),
+            self.lock_due_at(),
+            *of_leader,
+        ]

@@ -21,6 +21,7 @@ class View:
     assignment begins another attempt. `included`: the contributions to sum, in roster order; `inputs`: their digest.
     `reducing_since`: the time from which every reducer of the newest attempt could sum. `speculated_attempt`: the
     newest attempt for which a commit was predicted. `proposed_at`: the time at which this peer first saw the proposal.
+    `quorum_since`: the time from which this peer, as the leader, has the acknowledgements of a quorum.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class View:
         self.reducing_since: float | None = None
         self.speculated_attempt = -1
         self.proposed_at: float | None = None
+        self.quorum_since: float | None = None
         self.included = roster.body.contributions
         self.inputs = roster.body.inputs
         self.part_count = len(roster.body.contributions[0].body.parts)

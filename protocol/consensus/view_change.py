@@ -1,6 +1,6 @@
 """View changes: who may lead a view, when a peer gives up its leader, and which view it changes to."""
 
-from protocol.consensus.acceptance import proposal_fault
+from protocol.consensus.acceptance import lacks_justification, proposal_fault
 from protocol.consensus.events import RejectReason
 from protocol.consensus.state import FORGIVING_VIEW, MAX_VIEW, RoundState
 from protocol.consensus.view import View
@@ -123,7 +123,8 @@ def _proposal_fault(state: RoundState, since: float, now: float) -> RejectReason
     proposal = state.proposal()
     if proposal is None or (state.view and now < since + JOIN_TIMEOUTS * _leader_timeout(state)):
         return None
-    return proposal_fault(state, proposal)
+    fault = proposal_fault(state, proposal)
+    return "false proposal" if fault is None and lacks_justification(state, proposal) else fault
 
 
 def _leader_timeout(state: RoundState) -> float:

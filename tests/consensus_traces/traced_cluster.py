@@ -18,6 +18,7 @@ unless a command loses them. A line that repeats an earlier one is a retransmiss
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from protocol.blobs.blob import Blob
 from protocol.conduct import Proof
@@ -42,6 +43,8 @@ from protocol.consensus.messages.kinds import (
     Body,
     CommitCertificate,
     Inventory,
+    Justification,
+    Promise,
     ReducedPart,
     ReducerAssignment,
 )
@@ -208,6 +211,16 @@ class TracedCluster(Cluster):
                 text = f"commit of {self.letters[message.sender]} in view {body.view}"
                 self._proposals[message.digest] = text
                 return f"{text}: {self._senders(body.contributions)}{left_out}"
+            case Acknowledgement(confirms=True):
+                return f"confirmation of the {self._proposals[body.proposal]}"
+            case Promise():
+                acknowledged = body.bounds.acknowledged
+                bound = f", locked on {self._proposals[acknowledged.proposal]}" if acknowledged else ""
+                return f"promise to view {body.view}{bound}"
+            case Justification():
+                return f"promises of {self._senders(body.promises)} for view {body.view}"
+            case CommitCertificate(confirms=True):
+                return f"decision of {self._senders(body.acknowledgements)} for the {self._proposals[body.proposal]}"
             case Acknowledgement():
                 return f"acknowledgement of the {self._proposals[body.proposal]}"
             case CommitCertificate():
@@ -215,7 +228,7 @@ class TracedCluster(Cluster):
             case Proof():
                 return f"proof: {self.letters[body.culprit]} signed {body.describe()}"
 
-    def _senders(self, messages: Iterable[SignedMessage[Contribution] | SignedMessage[Acknowledgement]]) -> str:
+    def _senders(self, messages: Iterable[SignedMessage[Any]]) -> str:
         return self._names(message.sender for message in messages)
 
     def _names(self, peers: Iterable[PeerId]) -> str:

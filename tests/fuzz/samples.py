@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
 from protocol.conduct import Proof
+from protocol.consensus.locks import Bounds, Vote
 from protocol.consensus.messages.contributions import NO_ROSTER, Commit, Contribution, ContributionLimits, Roster
 from protocol.consensus.messages.kinds import (
     KINDS,
@@ -15,6 +16,8 @@ from protocol.consensus.messages.kinds import (
     Body,
     CommitCertificate,
     Inventory,
+    Justification,
+    Promise,
     ReducedPart,
     ReducerAssignment,
     kind_of,
@@ -42,6 +45,12 @@ def signed_as(identity: Identity, body: Body) -> SignedMessage[Body]:
 
 OFFERS = tuple(signed_as(identity, OFFER) for identity in IDENTITIES)
 VOTES = tuple(signed_as(identity, Acknowledgement(3, 1, BASE)) for identity in IDENTITIES)
+BINDING = Vote(SHAPES, 0, BASE)
+LOCK = CommitCertificate.of(
+    [signed_as(identity, Acknowledgement(3, 0, SHAPES, content=BASE)) for identity in IDENTITIES]  # type: ignore[misc]
+)
+PROMISE = Promise(3, 1, BASE, Bounds(BINDING, BINDING))
+PROMISES = tuple(signed_as(identity, PROMISE) for identity in IDENTITIES)
 TWIN = signed_as(IDENTITIES[0], replace(OFFER, tokens=501))
 BODIES: tuple[Body, ...] = (
     Proof(*sorted((OFFERS[0], TWIN), key=lambda entry: entry.digest)),
@@ -55,6 +64,8 @@ BODIES: tuple[Body, ...] = (
     Commit(3, 1, BASE, OFFERS[:2], (), NAMES[2:]),  # type: ignore[arg-type]
     Acknowledgement(3, 1, BASE),
     CommitCertificate(3, 1, BASE, VOTES),  # type: ignore[arg-type]
+    PROMISE,
+    Justification(3, BASE, 1, BASE, SHAPES, 1, PROMISES, LOCK),  # type: ignore[arg-type]
 )
 assert {kind_of(body) for body in BODIES} == KINDS.keys()
 

@@ -215,3 +215,12 @@ def test_a_peer_that_makes_up_sums_is_excluded_unless_many_disagree_with_us() ->
     doubtful = Conduct(ME)
     doubtful.close_round(RoundConduct(0, OTHERS[0], false_reducers=many, members=6))
     assert not doubtful.excluded
+
+
+def test_only_what_cannot_be_passed_on_is_doubted() -> None:
+    """A wrong sum of our own reckoning convinces nobody else; a proof does."""
+    conduct = Conduct(ME)
+    conduct.close_round(RoundConduct(3, OTHERS[1], false_reducers=frozenset({LIAR}), members=6))
+    assert conduct.excluded == {LIAR} == conduct.doubted
+    conduct.learn(signed_message(ME, Proof(*both(*PAIRS[0]))))
+    assert not conduct.doubted

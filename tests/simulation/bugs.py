@@ -276,5 +276,5 @@ BUGS: list[tuple[Bug, str, Sequence[str], int]] = [  # and the faults among whic
     (makes_rounds_in_a_pause, "that is paused", FAULTS, 17),
     (waits_for_a_commit_to_end_a_pause, STUCK, FAULTS, 17),
     (asks_only_a_majority_of_the_rest, FORK, ("strand",), 3),
-    (waits_for_what_died_with_a_partner, STUCK, ("widow",), 123),
+    (waits_for_what_died_with_a_partner, STUCK, ("widow",), 390),
 ]

@@ -13,8 +13,9 @@ from node.loop.peers.catch_up import SyncOffer
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.fork_choice import ChainOffer
+from protocol.consensus.leader import Leader, Proposal
 from protocol.consensus.messages.contributions import Commit, Contribution
-from protocol.consensus.messages.kinds import Acknowledgement, Basis, CommitCertificate, kind_of
+from protocol.consensus.messages.kinds import NO_BASIS, Acknowledgement, Basis, CommitCertificate, kind_of
 from protocol.consensus.messages.signed import Digest, SignedMessage
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import Signed
@@ -38,12 +39,17 @@ class DoubleDecisions:
     def __init__(self, liars: Set[PeerId]) -> None:
         self.places: dict[tuple[int, Digest], frozenset[PeerId]] = {}
         self._liars = liars
+        self._forgotten: set[tuple[int, Digest]] = set()  # rounds in which a liar led as if nothing bound anybody
         self._signed: dict[tuple[PeerId, int, Digest, int], set[Digest]] = {}  # commits by signer, round, base and view
 
     def note(self, commit: SignedMessage[Commit]) -> None:
         """Record a commit that a liar signed."""
         body = commit.body
         self._signed.setdefault((commit.sender, body.round, body.base, body.view), set()).add(commit.digest)
+
+    def note_forgotten(self, number: int, base: Digest) -> None:
+        """Record a round in which a liar forgot what binds the members, which nothing proves among three voters."""
+        self._forgotten.add((number, base))
 
     def record(self, commit: Commit, voters: Set[PeerId]) -> None:
         """Record a second decision, which breaks an invariant where liars are few, or none of them is guilty."""
@@ -52,13 +58,13 @@ class DoubleDecisions:
         assert 3 * len(lying) >= len(voters), few
         place = commit.round, commit.base
         signers = [key[0] for key, digests in self._signed.items() if key[1:3] == place and len(digests) > 1]
-        assert signers, "two commits of one round, and no liar signed two of one view"
+        assert signers or place in self._forgotten, "two commits of one round, and no liar signed two of one view"
         self.places[place] = frozenset(signers)
 
     def are_proved_to(self, excluded: Iterable[frozenset[PeerId]]) -> bool:
         """Return whether all peers exclude one of the guilty; `excluded` has the keys that each of them excludes."""
         known = self._liars & frozenset.intersection(*excluded)
-        return all(known & guilty for guilty in self.places.values())
+        return all(known & guilty for guilty in self.places.values() if guilty)
 
 
 class LyingPeer(SimulatedPeer):
@@ -124,14 +130,16 @@ class ProposesTwice(LyingPeer):
 
     def __init__(self, name: PeerId, network: Any, swarm: "SimulatedSwarm") -> None:
         super().__init__(name, network, swarm)
-        self._votes: dict[Digest, dict[PeerId, SignedMessage[Acknowledgement]]] = {}  # by proposal, of both
+        # By proposal, of both, and whether they are confirmations.
+        self._votes: dict[tuple[Digest, bool], dict[PeerId, SignedMessage[Acknowledgement]]] = {}
+        self._first: set[Digest] = set()
         self._second: dict[Digest, SignedMessage[Commit]] = {}
 
     def send(self, peer: PeerId, signed: Signed) -> None:
         message = self.network.open(signed)
         if isinstance(message.body, Commit) and message.sender == self.name:
             second = self._other_commit(message)
-            self._votes.setdefault(message.digest, {})
+            self._first.add(message.digest)
             self.lie()
             signed = second.signed if peer in self.victims else signed
         super().send(peer, signed)
@@ -147,34 +155,40 @@ class ProposesTwice(LyingPeer):
             left_out = {*body.left_out, body.contributions[-1].sender} if is_grouped and len(kept) > 1 else ()
             second = self.sign(replace(body, contributions=kept, left_out=tuple(sorted(left_out))))
         self._second.setdefault(second.digest, second)
-        self._votes.setdefault(second.digest, {})
         return second
 
     def hear(self, message: SignedMessage[Any]) -> None:
         match message.body:
             case Commit():
-                self._vote_for(message)
-            case Acknowledgement() as body if body.proposal in self._votes:
-                self._votes[body.proposal][message.sender] = message
-                self._decide(body.proposal)
+                self._vote_for(message.sender, Acknowledgement.of(message, self._basis))
+            case CommitCertificate() as body if body.acknowledgements:
+                said = body.acknowledgements[0].body
+                self._vote_for(message.sender, replace(said, confirms=True))
+            case Acknowledgement() as body if body.proposal in self._first | self._second.keys():
+                place = body.proposal, body.confirms
+                self._votes.setdefault(place, {})[message.sender] = message
+                self._decide(place)
         super().hear(message)
 
-    def _vote_for(self, commit: SignedMessage[Commit]) -> None:
-        """Acknowledge whatever another peer proposes, whatever we have acknowledged before."""
+    @property
+    def _basis(self) -> Basis:
         machine = self.loop.session.machine
-        if machine is not None and commit.sender != self.name:
-            vote = Acknowledgement(commit.body.round, commit.body.view, commit.digest, machine.basis)
-            self.say([commit.sender], self.sign(vote))
+        return machine.basis if machine is not None else NO_BASIS
 
-    def _decide(self, proposal: Digest) -> None:
+    def _vote_for(self, leader: PeerId, vote: Acknowledgement) -> None:
+        """Acknowledge and confirm whatever another peer proposes, whatever we have acknowledged before."""
+        if leader != self.name and vote.basis != NO_BASIS:
+            self.say([leader], self.sign(vote))
+
+    def _decide(self, place: tuple[Digest, bool]) -> None:
         """Show all votes for one of our two commits to those that have it; they count them on their own."""
-        votes = self._votes[proposal]
+        votes = self._votes[place]
         body = next(iter(votes.values())).body
         votes.setdefault(self.name, self.sign(body))
         ordered = tuple(votes[peer] for peer in sorted(votes))
         certificate = self.sign(CommitCertificate.of(ordered))
         honest = self.swarm.peers.keys() - self.swarm.liars
-        self.say(self.victims if proposal in self._second else honest - self.victims, certificate)
+        self.say(self.victims if place[0] in self._second else honest - self.victims, certificate)
 
 
 class InventsContributors(LyingPeer):
@@ -228,6 +242,78 @@ class StopsHalfway(LyingPeer):
             super().send(peer, signed)
 
 
+def _nothing() -> None:
+    """Stand for a leader's search for what it has to repeat."""
+
+
+class ForgetsDecisions(LyingPeer):
+    """Leads later views as if nobody had acknowledged anything, and keeps what it decides itself from almost everybody.
+
+    What is decided in the first view it tells one victim, once the leader of a later one proposes something else. It
+    signs one commit a view.
+    """
+
+    def __init__(self, name: PeerId, network: Any, swarm: "SimulatedSwarm") -> None:
+        super().__init__(name, network, swarm)
+        self._kept: tuple[SignedMessage[CommitCertificate], ChainHead] | None = None
+
+    def announced_head(self) -> ChainHead:
+        if self._kept is None or self.chain.round != self._kept[1].round + 1 or self._is_overtaken():
+            return super().announced_head()
+        return self._kept[1]
+
+    def _is_overtaken(self) -> bool:
+        heads = (head for head, _ in self.gossip.records.values())
+        return self._kept is not None and any(head.round > self._kept[1].round for head in heads)
+
+    def send(self, peer: PeerId, signed: Signed) -> None:
+        message = self.network.open(signed)
+        body = message.body
+        if not isinstance(body, CommitCertificate) or body.view or not self._is_decision(body):
+            return super().send(peer, signed)
+        before = next((head for head in self.recent_states if head.round == body.round), None)
+        if before is not None and (self._kept is None or self._kept[0].body.round < body.round):
+            self._kept = message, before
+        self.lie()
+
+    def _is_decision(self, certificate: CommitCertificate) -> bool:
+        """Return whether a certificate ends a round: the machine shows it when its own round is over."""
+        machine = self.loop.session.machine
+        return machine is None or machine.number != certificate.round or machine.commit is not None
+
+    def hear(self, message: SignedMessage[Any]) -> None:
+        body, machine = message.body, self.loop.session.machine
+        kept = self._kept[0] if self._kept is not None else None
+        if kept is not None and isinstance(body, Commit) and body.round == kept.body.round and body.view:
+            self.say(sorted(self.victims)[:1], kept)
+            self.say([message.sender], self.sign(Acknowledgement.of(message, kept.body.basis)))
+        role = machine._state.leader_role if machine is not None and machine.view else None
+        if role is not None and "next_proposal" not in vars(role):
+            self._forget(role)
+        super().hear(message)
+
+    def _forget(self, role: Leader) -> None:
+        """Let a leader of our own propose as if no member were bound, and leave one contribution out."""
+        next_proposal = role.next_proposal
+
+        def propose(now: float) -> Proposal | None:
+            proposal = next_proposal(now)
+            if proposal is None:
+                return None
+            self.lie()
+            self.swarm.double_decisions.note_forgotten(self.chain.round, self.chain.digest)
+            if proposal.parts:
+                return proposal._replace(left_out=(MADE_UP_KEYS[0],))
+            kept, left_out = proposal.contributions[:-1], {*proposal.left_out, proposal.contributions[-1].sender}
+            if not kept:
+                return proposal
+            is_grouped = self.network.scenario.exchange == "groups"
+            return proposal._replace(contributions=kept, left_out=tuple(sorted(left_out)) if is_grouped else ())
+
+        role.locked_proposal = _nothing  # type: ignore[method-assign]
+        role.next_proposal = propose  # type: ignore[method-assign]
+
+
 class InventsHistory(LyingPeer):
     """Announces a longer chain than that of the others, and shows commits that nobody but itself has acknowledged."""
 
@@ -271,5 +357,6 @@ LIARS: Mapping[str, type[LyingPeer]] = {
     "made up sums": MakesUpSums,
     "silent leader": LeadsInSilence,
     "half decision": StopsHalfway,
+    "forgotten decision": ForgetsDecisions,
     "invented history": InventsHistory,
 }

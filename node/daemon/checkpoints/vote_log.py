@@ -17,9 +17,9 @@ from protocol import murmur_pb2 as wire
 from protocol.audit_tracker import proves
 from protocol.audits import open_finding
 from protocol.conduct import PeerConvicted, Proof
-from protocol.consensus.events import VoteRecord
+from protocol.consensus.events import Lock, VoteRecord
 from protocol.consensus.messages.contributions import Commit, ContributionLimits
-from protocol.consensus.messages.kinds import parse
+from protocol.consensus.messages.kinds import CommitCertificate, parse
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import PeerFault, StorageError
 from protocol.files import write_atomically
@@ -44,6 +44,7 @@ class VoteLog:
             "view": vote.view,
             "lock": vote.lock.signed.SerializeToString().hex() if vote.lock else None,
             "members": sorted(vote.members),
+            "confirmed": _write_lock(vote.confirmed),
         }
         write_atomically(self._path, json.dumps(values).encode())
 
@@ -62,13 +63,28 @@ class VoteLog:
     def _parse_vote(self, values: dict[str, Any]) -> VoteRecord:
         lock = None if values["lock"] is None else self._parse_lock(bytes.fromhex(values["lock"]))
         members = frozenset(str(peer) for peer in values["members"])
-        return VoteRecord(int(values["round"]), bytes.fromhex(values["base"]), int(values["view"]), lock, members)
+        # Files of earlier versions confirm nothing.
+        confirmed = None if not values.get("confirmed") else self._parse_confirmed(*values["confirmed"])
+        base, view = bytes.fromhex(values["base"]), int(values["view"])
+        return VoteRecord(int(values["round"]), base, view, lock, members, confirmed=confirmed)
 
     def _parse_lock(self, signed: bytes) -> SignedMessage[Commit]:
         message = parse(Signed.FromString(signed), self._run_id, self._limits)
         if not isinstance(message.body, Commit):
             raise ValueError("the lock is not a commit")
         return SignedMessage(message.signed, message.body, message.sender, message.digest)
+
+    def _parse_confirmed(self, proposal: str, certificate: str) -> Lock:
+        message = parse(Signed.FromString(bytes.fromhex(certificate)), self._run_id, self._limits)
+        if not isinstance(message.body, CommitCertificate):
+            raise ValueError("the confirmed proposal has no certificate")
+        return Lock(self._parse_lock(bytes.fromhex(proposal)), message)
+
+
+def _write_lock(lock: Lock | None) -> list[str] | None:
+    if lock is None:
+        return None
+    return [message.signed.SerializeToString().hex() for message in (lock.proposal, lock.certificate)]
 
 
 class ProofFile:

@@ -23,7 +23,14 @@ from node.daemon.receipts.commit_file import (
     read_records,
 )
 from protocol import murmur_pb2 as wire
-from protocol.consensus.chain import CertifiedCommit, ChainHead, extend_head, genesis_head, open_certified
+from protocol.consensus.chain import (
+    CertifiedCommit,
+    ChainHead,
+    counted_signers,
+    extend_head,
+    genesis_head,
+    open_certified,
+)
 from protocol.consensus.messages.contributions import Contribution
 from protocol.consensus.messages.kinds import nested_parser, nested_reader
 from protocol.consensus.messages.signed import SignedMessage
@@ -144,7 +151,7 @@ class RunLedger:
 
     def _is_certified(self, entry: CertifiedCommit) -> bool:
         """Return whether a quorum of all voters acknowledged a commit; the first commit has no voters."""
-        return self.electorate.is_certified_by(entry.signers) or not self.electorate.voters
+        return self.electorate.is_certified_by(counted_signers(entry, self.electorate)) or not self.electorate.voters
 
     def _bind(self, entry: CertifiedCommit) -> None:
         """Follow whether voters that nobody can make up carry the chain on."""

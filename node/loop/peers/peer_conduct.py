@@ -151,6 +151,7 @@ class PeerConduct:
         return replace(
             membership,
             excluded=conduct.excluded,
+            doubted=conduct.doubted,
             set_aside=frozenset(conduct.serving.struck(chain.round, live)),
             not_leading=frozenset(conduct.leading.struck(chain.round, live)),
         )

@@ -14,6 +14,7 @@ from protocol import murmur_pb2 as wire
 from protocol.admission import open_ticket, read_ticket
 from protocol.blobs.blob import Blob, check_digest
 from protocol.conduct import Proof
+from protocol.consensus.locks import NO_BOUNDS, Bounds, Vote, newest_confirmed, required_contents
 from protocol.consensus.messages.contributions import (
     MAX_CONTRIBUTIONS,
     MAX_HELD_BLOBS,
@@ -95,30 +96,62 @@ NO_BASIS = Basis()
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The vote for a proposal: the sender holds everything that it needs, and acknowledges nothing older."""
+    """The vote for a proposal: the sender holds everything that it needs, and acknowledges nothing older.
+
+    `content`: the digest of the proposal's content. `confirms`: the sender has acknowledged the proposal before, and
+    knows that a quorum has.
+    """
 
     round: int
     view: int
     proposal: Digest
     basis: Basis = NO_BASIS
+    content: Digest = b""
+    confirms: bool = False
+
+    @classmethod
+    def of(cls, proposal: SignedMessage[Commit], basis: Basis, confirms: bool = False) -> Self:
+        """Return the vote for a proposal."""
+        body = proposal.body
+        return cls(body.round, body.view, proposal.digest, basis, body.content_digest, confirms)
+
+    def is_for(self, proposal: SignedMessage[Commit]) -> bool:
+        """Return whether the vote says nothing false about its proposal."""
+        said = self.proposal, self.view, self.content
+        return said == (proposal.digest, proposal.body.view, proposal.body.content_digest)
 
     def to_wire(self) -> wire.Acknowledgement:
-        state, voters, tokens = self.basis
         return wire.Acknowledgement(
-            round=self.round, view=self.view, proposal=self.proposal, state=state, voters=voters, tokens=tokens
+            round=self.round,
+            view=self.view,
+            proposal=self.proposal,
+            state=self.basis.state,
+            voters=self.basis.voters,
+            tokens=self.basis.tokens,
+            content=self.content,
+            confirms=self.confirms,
         )
 
     @classmethod
     def from_wire(cls, body: wire.Acknowledgement, limits: ContributionLimits, open_nested: OpenNested) -> Self:
         check_round(body.round, body.proposal)
-        return cls(body.round, body.view, body.proposal, Basis.from_wire(body))
+        _check_content(body.content)
+        basis = Basis.from_wire(body)
+        return cls(body.round, body.view, body.proposal, basis, body.content, body.confirms)
+
+
+def _check_content(content: Digest) -> None:
+    """Check the digest of a proposal's content, which votes of earlier versions do not name."""
+    if content:
+        check_digest(content)
 
 
 @dataclass(frozen=True)
 class CommitCertificate:
-    """Acknowledgements of one proposal, in ascending order of senders; those of a quorum decide it.
+    """Acknowledgements of one proposal, in ascending order of senders, or confirmations of it.
 
-    Their bodies are all the same, so the wire message holds only senders and signatures.
+    Those of a quorum are a lock, or decide the proposal: see `locks`. Their bodies are all the same, so the wire
+    message holds only senders and signatures.
     """
 
     round: int
@@ -126,12 +159,15 @@ class CommitCertificate:
     proposal: Digest
     acknowledgements: tuple[SignedMessage[Acknowledgement], ...]
     basis: Basis = NO_BASIS
+    content: Digest = b""
+    confirms: bool = False
 
     @classmethod
     def of(cls, acknowledgements: Sequence[SignedMessage[Acknowledgement]]) -> Self:
         """Return the certificate that these acknowledgements make, in ascending order of senders."""
         body = acknowledgements[0].body
-        return cls(body.round, body.view, body.proposal, tuple(acknowledgements), body.basis)
+        target = body.content, body.confirms
+        return cls(body.round, body.view, body.proposal, tuple(acknowledgements), body.basis, *target)
 
     @cached_property
     def by_sender(self) -> dict[PeerId, SignedMessage[Acknowledgement]]:
@@ -152,6 +188,8 @@ class CommitCertificate:
             state=self.basis.state,
             voters=self.basis.voters,
             tokens=self.basis.tokens,
+            content=self.content,
+            confirms=self.confirms,
         )
 
     @classmethod
@@ -164,9 +202,11 @@ class CommitCertificate:
         if len(body.peers) != len(body.signatures):
             raise MalformedError(f"a certificate of {len(body.peers)} peers and {len(body.signatures)} signatures")
         check_ascending(body.peers, "acknowledgements")
-        said = Acknowledgement(body.round, body.view, body.proposal, basis)
+        _check_content(body.content)
+        target = body.content, body.confirms
+        said = Acknowledgement(body.round, body.view, body.proposal, basis, *target)
         votes = tuple(open_nested(signed) for signed in _acknowledgement_envelopes(body, said))
-        return cls(body.round, body.view, body.proposal, votes, basis)
+        return cls(body.round, body.view, body.proposal, votes, basis, *target)
 
 
 def _acknowledgement_envelopes(body: wire.Decision, said: Acknowledgement) -> list[wire.Signed]:
@@ -176,6 +216,110 @@ def _acknowledgement_envelopes(body: wire.Decision, said: Acknowledgement) -> li
         wire.Signed(kind="acknowledgement", peer=peer, body=text, signature=signature)
         for peer, signature in zip(body.peers, body.signatures, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The promise of a member that joins a view: it acknowledges and confirms nothing older from now on.
+
+    `bounds`: the newest proposals that it has acknowledged and confirmed until then.
+    """
+
+    round: int
+    view: int
+    roster: Digest
+    bounds: Bounds = NO_BOUNDS
+
+    def to_wire(self) -> wire.Promise:
+        return wire.Promise(
+            round=self.round,
+            view=self.view,
+            roster=self.roster,
+            acknowledged=self.bounds.acknowledged.to_wire() if self.bounds.acknowledged else None,
+            confirmed=self.bounds.confirmed.to_wire() if self.bounds.confirmed else None,
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Promise, limits: ContributionLimits, open_nested: OpenNested) -> Self:
+        check_round(body.round, body.roster)
+        acknowledged = Vote.from_wire(body.acknowledged) if body.HasField("acknowledged") else None
+        confirmed = Vote.from_wire(body.confirmed) if body.HasField("confirmed") else None
+        return cls(body.round, body.view, body.roster, Bounds(acknowledged, confirmed))
+
+
+@dataclass(frozen=True)
+class Justification:
+    """The promises by which the leader of a later view may propose a commit; see `locks`.
+
+    `tolerated`: how many voters may lie. `certificate`: that of the newest confirmed proposal in the promises.
+    """
+
+    round: int
+    base: Digest
+    view: int
+    roster: Digest
+    proposal: Digest
+    tolerated: int
+    promises: tuple[SignedMessage[Promise], ...]
+    certificate: CommitCertificate | None = None
+
+    @property
+    def bounds(self) -> list[Bounds]:
+        """Return what each promise says."""
+        return [promise.body.bounds for promise in self.promises]
+
+    def allows(self, content: Digest, tolerated: int | None = None) -> bool:
+        """Return whether these promises let their leader propose a content.
+
+        Args:
+            content: its digest.
+            tolerated: how many voters may lie, by default by the word of the leader.
+        """
+        count = self.tolerated if tolerated is None else tolerated
+        required = required_contents(self.bounds, count)
+        return required is None or content in required
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the certificate is that of the newest confirmed proposal."""
+        lock, shown = newest_confirmed(self.bounds), self.certificate
+        if lock is None or shown is None:
+            return lock is None and shown is None
+        named = shown.proposal, shown.view, shown.content, shown.round, shown.confirms
+        return named == (lock.proposal, lock.view, lock.content, self.round, False)
+
+    def to_wire(self) -> wire.Justification:
+        return wire.Justification(
+            round=self.round,
+            base=self.base,
+            view=self.view,
+            roster=self.roster,
+            proposal=self.proposal,
+            tolerated=self.tolerated,
+            promises=[promise.signed for promise in self.promises],
+            certificate=self.certificate.to_wire() if self.certificate else None,
+        )
+
+    @classmethod
+    def from_wire(cls, body: wire.Justification, limits: ContributionLimits, open_nested: OpenNested) -> Self:
+        check_round(body.round, body.base)
+        for digest in (body.roster, body.proposal):
+            check_digest(digest)
+        check_count(len(body.promises), MAX_VOTES, "promises")
+        check_ascending([signed.peer for signed in body.promises], "promises")
+        if any(signed.kind != "promise" for signed in body.promises):
+            raise MalformedError("a message of another kind inside a justification")
+        promises = tuple(open_nested(signed) for signed in body.promises)
+        place = body.round, body.view, body.roster
+        if any((entry.body.round, entry.body.view, entry.body.roster) != place for entry in promises):
+            raise MalformedError("a justification with a promise to another view")
+        has_lock = body.HasField("certificate")
+        certificate = CommitCertificate.from_wire(body.certificate, limits, open_nested) if has_lock else None
+        head = body.round, body.base, body.view, body.roster, body.proposal, body.tolerated
+        justification = cls(*head, promises, certificate)
+        if not justification.is_complete:
+            raise MalformedError("a justification without the certificate of its newest confirmed proposal")
+        return justification
 
 
 @dataclass(frozen=True)
@@ -258,6 +402,8 @@ Body = (
     | Commit
     | Acknowledgement
     | CommitCertificate
+    | Promise
+    | Justification
     | Proof
 )
 
@@ -270,6 +416,8 @@ KINDS: dict[str, tuple[type[Message], type[Any]]] = {  # the type on the wire an
     "commit": (wire.Commit, Commit),
     "acknowledgement": (wire.Acknowledgement, Acknowledgement),
     "decision": (wire.Decision, CommitCertificate),
+    "promise": (wire.Promise, Promise),
+    "justification": (wire.Justification, Justification),
     "proof": (wire.Proof, Proof),
 }
 _KIND_BY_TYPE = {body: kind for kind, (_, body) in KINDS.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.consensus.machine import RoundMachine
 from protocol.consensus.messages.contributions import Commit
-from protocol.consensus.messages.kinds import CommitCertificate
+from protocol.consensus.messages.kinds import Acknowledgement, CommitCertificate
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import PeerId
 from tests.hostile.patches import replaced
@@ -73,7 +73,7 @@ class Equivocator:
         votes = knowledge.acknowledgements.get(split.second.digest, {})
         first = knowledge.acknowledgements.get(split.first.digest, {}).get(me)
         if first is not None and me not in votes:
-            vote = replace(first.body, proposal=split.second.digest)
+            vote = Acknowledgement.of(split.second, first.body.basis)
             knowledge.learn_acknowledgement(machine._sign(vote))
         quorums = [
             machine._state.voter_set.is_quorum(knowledge.acknowledgements.get(proposal.digest, {}))

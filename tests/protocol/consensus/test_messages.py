@@ -7,6 +7,7 @@ import pytest
 
 from protocol import murmur_pb2 as wire
 from protocol.blobs.blob import Blob
+from protocol.consensus.locks import Bounds, Vote
 from protocol.consensus.messages.contributions import (
     MAX_AGE,
     MAX_HELD_BLOBS,
@@ -22,6 +23,8 @@ from protocol.consensus.messages.kinds import (
     Body,
     CommitCertificate,
     Inventory,
+    Justification,
+    Promise,
     ReducedPart,
     ReducerAssignment,
     kind_of,
@@ -49,6 +52,7 @@ def signed_message(identity: Identity, body: Body) -> SignedMessage[Any]:
 OFFERS = tuple(signed_message(identity, OFFER) for identity in PEERS)
 OTHER_SIZE = Blob(BLOBS[0].digest, 4)
 TWIN = signed_message(PEERS[2], replace(OFFER, parts=(OTHER_SIZE,)))
+PROMISES = tuple(signed_message(identity, Promise(3, 1, BASE)) for identity in PEERS)
 VOTES = tuple(signed_message(identity, Acknowledgement(3, 1, BASE)) for identity in PEERS)
 
 
@@ -67,7 +71,11 @@ VOTES = tuple(signed_message(identity, Acknowledgement(3, 1, BASE)) for identity
         Commit(3, 1, BASE, OFFERS[:2], (), NAMES[2:]),
         Inventory(3, 1, BASE, (), SHAPES),
         Acknowledgement(3, 1, BASE),
+        Acknowledgement(3, 1, BASE, content=SHAPES, confirms=True),
         CommitCertificate(3, 1, BASE, VOTES),
+        Promise(3, 1, BASE),
+        Promise(3, 1, BASE, Bounds(Vote(SHAPES, 0, BASE), Vote(BASE, 0, SHAPES))),
+        Justification(3, BASE, 1, BASE, SHAPES, 1, PROMISES),
     ],
     ids=lambda body: kind_of(body),
 )

@@ -1,5 +1,6 @@
 """The blobs of a simulated peer: those that outlive its process, and those on their way to it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,8 @@ class BlobTransfers:
         if is_new:
             self._try(part_blob, 0)
 
-    def cancel_all(self) -> None:
-        self._sources.clear()
+    def cancel_all_but(self, kept: Iterable[PartBlob]) -> None:
+        self._sources = {part: self._sources[part] for part in kept if part in self._sources}
 
     def _try(self, part_blob: PartBlob, attempt: int) -> None:
         if part_blob not in self._sources:

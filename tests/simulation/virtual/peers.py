@@ -180,7 +180,8 @@ class SimulatedPeer(Messenger):
                 self.transfers.request(action.part_blob, action.sources)
             case CloseRound():
                 self.fetches.clear()
-                self.transfers.cancel_all()
+                # The end of a round does not stop the downloads of its commit, which a daemon makes apart.
+                self.transfers.cancel_all_but(self.swarm.needed(self.obtaining) if self.obtaining else ())
             case ReducePart():
                 self._reduce(action)
             case PrecomputeCommit():

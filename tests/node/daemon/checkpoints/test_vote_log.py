@@ -1,11 +1,13 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from node.daemon.checkpoints.vote_log import VoteLog
 from protocol.consensus.chain import genesis_head
-from protocol.consensus.events import VoteRecord
+from protocol.consensus.events import Lock, VoteRecord
 from protocol.consensus.messages.contributions import Commit
+from protocol.consensus.messages.kinds import NO_BASIS, Acknowledgement, CommitCertificate
 from protocol.errors import StorageError
 from tests.node.small_run import PEERS, RUN_ID, contribution_of, payload, stated, store_in, terms_of
 
@@ -26,6 +28,16 @@ def test_saved_vote_is_loaded_after_a_restart(tmp_path: Path) -> None:
     for vote in (make_vote(tmp_path), VoteRecord(7, bytes(32), 0, None, MEMBERS)):
         vote_log.save(vote)
         assert VoteLog(tmp_path / "vow.json", RUN_ID, terms_of(1)).load() == vote
+
+
+def test_confirmed_proposal_is_loaded_with_its_lock(tmp_path: Path) -> None:
+    vote_log, vote = VoteLog(tmp_path / "vow.json", RUN_ID, terms_of(1)), make_vote(tmp_path)
+    assert vote.lock is not None
+    voters = sorted(PEERS[:3], key=lambda identity: identity.peer_id)
+    said = [stated(identity, Acknowledgement.of(vote.lock, NO_BASIS)) for identity in voters]
+    confirmed = replace(vote, confirmed=Lock(vote.lock, stated(PEERS[0], CommitCertificate.of(said))))
+    vote_log.save(confirmed)
+    assert vote_log.load() == confirmed
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"round": 1}', "null"])
