@@ -140,9 +140,9 @@ class FileTokenizer:
         data = _read_tokenizer_file(path)
         self._path = path
         self._text, self._tokenizer = _load_without_settings(data, path)
+        self._reader = _reader_of_text(self._text)
         self._tried: set[str] = set()
         self._added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        self._special = np.array([number for number, token in self._added.items() if token.special], dtype=np.int64)
         self._may_lose_text = _drops_unknown_characters(json.loads(self._text))
         self._vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not self._vocabulary:
@@ -162,14 +162,14 @@ class FileTokenizer:
         return {role: token for role, found in (("eos", end), ("bos", end), ("pad", pad)) for token in found}
 
     def encode(self, text: str) -> Shard:
-        """Return the token ids of `text` alone; a lone surrogate becomes a question mark."""
+        """Return the token ids of `text` alone; a lone surrogate becomes a question mark.
+
+        Words of special tokens are text: a page that mentions `</s>` ends no document.
+        """
         whole = text.encode(errors="replace").decode()
         if self._may_lose_text:
             self._warn_of_lost_text(whole)
-        ids = self._array(self._encode(whole))
-        if self._special.size:
-            self._warn_of_special_words(ids)
-        return ids
+        return self._array(self._encode(whole))
 
     def encode_with_places(self, text: str) -> tuple[Shard, TokenIds]:
         """Return the token ids, words of special tokens included, and the characters (n, 2) that each is made of."""
@@ -199,7 +199,7 @@ class FileTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         with _blame(self._path, "cannot encode the text"):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._reader.encode(text, add_special_tokens=False).ids)
 
     def _warn_of_lost_text(self, text: str) -> None:
         """Warn once of a character that gives no token; each is tried once."""
@@ -215,18 +215,6 @@ class FileTokenizer:
                 lost[0],
             )
             self._may_lose_text = False
-
-    def _warn_of_special_words(self, ids: Shard) -> None:
-        """Warn once if words of a text became special tokens: an end of text in it may cut the attention."""
-        found = ids[np.isin(ids, self._special)]  # without sorting the text
-        if found.size:
-            logger.warning(
-                "the text has the word %s, which the tokenizer %s reads as a special token; if the text only mentions "
-                "it, remove it there or from the tokenizer's added_tokens",
-                self._tokenizer.id_to_token(int(found.min())),
-                self._path,
-            )
-            self._special = self._special[:0]
 
     def _find(self, names: Sequence[str]) -> list[SpecialToken]:
         """Return the first of `names` in the vocabulary, or none."""
@@ -283,6 +271,21 @@ def _load_without_settings(data: bytes, path: Path) -> tuple[str, Any]:
     with _blame(path, "is not a tokenizer.json", "name one in Hugging Face's format"):
         text = _remove_settings(data.decode())
         return text, Tokenizer.from_str(text)
+
+
+def _reader_of_text(text: str) -> Any:
+    """Return the library's tokenizer that takes the words of special tokens for text.
+
+    So it takes those that end or pad documents here, although the file may not call them special.
+    """
+    from tokenizers import Tokenizer
+
+    values = json.loads(text)
+    for token in values["added_tokens"]:
+        token["special"] |= token["content"] in (*END_OF_TEXT_TOKENS, *PAD_TOKENS)
+    reader = Tokenizer.from_str(json.dumps(values, ensure_ascii=False))
+    reader.encode_special_tokens = True
+    return reader
 
 
 def _remove_settings(text: str) -> str:

@@ -165,7 +165,7 @@ def _tokenizer_files(manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, 
     chat = manifest.data.chat
     return {
         "tokenizer.json": tokenizer.to_json(),
-        "tokenizer_config.json": _to_json(_tokenizer_config(manifest.model.context, tokenizer)),
+        "tokenizer_config.json": _to_json(_tokenizer_config(manifest, tokenizer)),
         **({"chat_template.jinja": ChatTemplate(chat).text} if chat is not None else {}),
     }
 
@@ -182,11 +182,15 @@ def _transformers_files(manifest: Manifest, tokenizer: TextTokenizer) -> dict[st
     }
 
 
-def _tokenizer_config(context: int, tokenizer: TextTokenizer) -> Json:
-    """Name the special tokens, except words of the vocabulary: transformers would look for these in each text."""
+def _tokenizer_config(manifest: Manifest, tokenizer: TextTokenizer) -> Json:
+    """Name the special tokens, except words of the vocabulary: transformers would look for these in each text.
+
+    Their words are text, as in training, except where a chat template has some.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
+        "model_max_length": manifest.model.context,
+        "split_special_tokens": manifest.data.chat is None,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
         **{f"{role}_token": token.text for role, token in tokenizer.special_tokens.items() if token.is_added},
