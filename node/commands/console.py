@@ -19,6 +19,8 @@ from node.processes.process import INTERRUPTED, discard_output, rare_garbage_col
 from protocol.errors import MissingFileError, MurmurError, StorageError
 
 if TYPE_CHECKING:
+    import torch
+
     from node.model.opened_model import OpenedModel
 
 MAX_SEED = 2**63 - 1  # torch takes no larger one
@@ -101,6 +103,15 @@ def open_model(source: str, peers: Sequence[str], insecure: bool) -> "OpenedMode
 
     trained, _, invitation = fetch_weights(source, peers=peers, insecure=insecure)
     return OpenedModel.of(trained, invitation.base or Path())
+
+
+def named_device(name: str) -> "torch.device":
+    """Return the one device that a person names. Raises UsageError or DeviceError."""
+    from node.flags import MachineFlags
+    from node.options import TrainerOptions, parse_options
+    from node.trainer.devices.device import choose_devices  # loads torch
+
+    return choose_devices(parse_options(TrainerOptions, MachineFlags(device=name)))[0]
 
 
 GROUPS: Final = (  # of commands, those that a person needs first

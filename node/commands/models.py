@@ -115,9 +115,8 @@ def generate(
 ) -> None:
     """Continue a text with the newest checkpoint of a node, an exported model, or the newest model of a run."""
     with loading():
-        from node.commands.console import open_model
+        from node.commands.console import named_device, open_model
         from node.model.generate import Sampling, continue_text, require_sampling
-        from node.trainer.devices.device import named_device
     from node.monitoring.logs import sanitize
 
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -145,9 +144,8 @@ def chat(
     """Open a conversation with a model that was trained on conversations."""
     with loading():
         from node.commands.chat import chat as talk
-        from node.commands.console import open_model
+        from node.commands.console import named_device, open_model
         from node.model.generate import Sampling
-        from node.trainer.devices.device import named_device
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     sampling.require_valid()

@@ -245,14 +245,14 @@ class OwnerProgress:
         return self._newest.get(owner, self._began_at) + rank * self.grace
 
 
-class Promise(NamedTuple):
+class StatedWork(NamedTuple):
     """The microbatches that a server has stated in a round, and those of them that it has offered."""
 
     stated: StepLedger
     offered: StepLedger
 
 
-def _find_guilty(lacking: Iterable[int], promises: Mapping[PeerId, Promise]) -> set[PeerId]:
+def _find_guilty(lacking: Iterable[int], promises: Mapping[PeerId, StatedWork]) -> set[PeerId]:
     """Return the servers that should have contributed the microbatches that the commit of their stage lacks.
 
     Of servers that state the same microbatch, one that has offered it keeps it, and otherwise the lowest id.
@@ -274,8 +274,8 @@ class Credibility:
 
     def __init__(self) -> None:
         self._round = 0
-        self._stated: dict[int, dict[PeerId, Promise]] = {}  # in the open round, by stage
-        self._before: tuple[int, dict[int, dict[PeerId, Promise]]] = (0, {})
+        self._stated: dict[int, dict[PeerId, StatedWork]] = {}  # in the open round, by stage
+        self._before: tuple[int, dict[int, dict[PeerId, StatedWork]]] = (0, {})
         self._judged: set[tuple[int, int]] = set()
         self._records = RecentTable[PeerId, Suspension](MAX_STATEMENTS)
         self._slow = RecentTable[PeerId, Suspension](MAX_STATEMENTS)  # that let others wait with their sums
@@ -288,9 +288,9 @@ class Credibility:
     def state(self, peer: PeerId, stage: int, ledger: StepLedger, phase: Phase) -> None:
         """Record what a server says of the open round; to take it back changes nothing, because others relied on it."""
         nothing = StepLedger(ledger.count)
-        known = self._stated.setdefault(stage, {}).get(peer, Promise(nothing, nothing))
+        known = self._stated.setdefault(stage, {}).get(peer, StatedWork(nothing, nothing))
         offered = known.offered | ledger if phase == "offered" else known.offered
-        self._stated[stage][peer] = Promise(known.stated | ledger, offered)
+        self._stated[stage][peer] = StatedWork(known.stated | ledger, offered)
 
     def judge(self, reports: StepReports) -> None:
         """Compare the statements about the last two rounds with the commits."""

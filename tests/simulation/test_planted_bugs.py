@@ -107,7 +107,7 @@ def growth(seed: int) -> float:
     return max(peaks[number] for number in range(22, 30)) / max(peaks[number] for number in range(8))
 
 
-@pytest.mark.parametrize("seed", [2, 4])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_tables_do_not_grow_with_the_rounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded = growth(seed)
     monkeypatch.setattr(message_buffer, "MAX_KEPT_DECISIONS", 1000)

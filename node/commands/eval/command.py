@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from node.commands.console import open_model
+from node.commands.console import named_device, open_model
 from node.commands.eval.results import (
     RESULT_HEADINGS,
     Result,
@@ -28,7 +28,6 @@ from node.monitoring.logs import sanitize
 from node.monitoring.tables import table_console
 from node.paths import join_dir
 from node.run_file import load_run_file
-from node.trainer.devices.device import named_device
 from protocol.errors import DataError, UsageError
 from protocol.manifest.run import Manifest
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from node.flags import MachineFlags
 from node.from_manifest import build_node_program, in_memory_mode
 from node.model import smallest_cut
 from node.model.memory_estimate import fit_microbatch
 from node.model.products import has_bf16, has_fp8, require_fp8_sizes
 from node.monitoring.status import DeviceUse
-from node.options import Device, NodeOptions, TrainerOptions, parse_options
+from node.options import Device, NodeOptions, TrainerOptions
 from node.trainer.devices.pause_when_busy import usage_meter_for
 from node.trainer.ipc.shared_memory import SharedLayout
 from node.units import format_bytes, format_count
@@ -43,11 +42,6 @@ def choose_devices(options: TrainerOptions) -> tuple[torch.device, ...]:
 def choose_device(requested: Device) -> torch.device:
     """Choose one device; `auto` prefers an accelerator. Raises DeviceError if it is missing."""
     return choose_devices(TrainerOptions(device=requested))[0]
-
-
-def named_device(name: str) -> torch.device:
-    """Return the one device that a person names. Raises UsageError or DeviceError."""
-    return choose_devices(parse_options(TrainerOptions, MachineFlags(device=name)))[0]
 
 
 def _find_device(name: str, cards: int) -> torch.device:

@@ -100,10 +100,12 @@ def coarse(model: LanguageModel) -> LanguageModel:
 
 
 def edit(group: RolloutGroup) -> RolloutGroup:
-    """Change the first token of the first answer."""
-    first, *others = group.answers
-    tokens = (first.tokens[0] % 200 + 20, *first.tokens[1:])
-    return replace(group, answers=(replace(first, tokens=tokens), *others))
+    """Change the first token of the first answer of several tokens."""
+    answers = list(group.answers)
+    place = next(number for number, each in enumerate(answers) if len(each.tokens) > 1)
+    first, *others = answers[place].tokens
+    answers[place] = replace(answers[place], tokens=(first % 200 + 20, *others))
+    return replace(group, answers=tuple(answers))
 
 
 def invent(group: RolloutGroup) -> RolloutGroup:
