@@ -10,10 +10,8 @@ has few tasks. A peer that accepts work and does not do it gets none for a while
 
 A peer has at most one second of work, plus what is in flight: `ceil(2 rate (2 RTT + 1 s)) + 1` tasks, because a
 microbatch has two tasks at a stage, and a task takes two round trips. A busy peer is skipped, without a ban, until it
-invites us or its pause has passed; an unreachable one is banned for 5 s, doubling to 5 minutes, also if its record
-disappears and comes back. If all peers are banned, bans do not count. While others answer, peers that have never
-answered have no more tasks together than these peers are, and after a failure one task in 5 s, doubling to a minute,
-until one of them answers: announcing a server costs a stranger nothing.
+invites us or its pause has passed; an unreachable one is banned for 5 s, doubling to 5 minutes. If all peers
+are banned, bans do not count.
 
 Two peers that are both hidden behind NAT cannot exchange activations (see `protocol.transport.nat`). So a microbatch
 that comes from a hidden peer, or returns to one, goes to a peer that others can call, and waits while that peer is
@@ -33,7 +31,6 @@ from protocol.recent import RecentTable
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
 AHEAD_SECONDS = 1.0  # of work that a peer holds in addition to the round trips
-MAX_PROBE_SECONDS = 60.0  # between tasks for peers that have never answered
 REPORT_SECONDS = 10.0  # between two reports of a stage without peers
 CREDIT_SECONDS = 2.0  # of missed work that a peer may catch up on after it was busy or banned
 SMOOTHING = 0.25
@@ -43,7 +40,7 @@ BELIEF = 4.0  # multiple of the rate measured here, up to which a reported rate 
 KEPT_MEASURE = 0.98  # of the best measured rate, with each outcome
 FIRST_TASKS, PROBATION_TASKS = 8, 1  # before the first outcome; and after work was lost
 FORGIVEN_AFTER = 16  # outcomes
-REMEMBERED_LOSSES, REMEMBERED_PEERS = 1024, 1024  # peers
+REMEMBERED_LOSSES = 1024  # peers
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,6 @@ class _Route:
     banned_until: float = 0.0
     busy_until: float = 0.0
     invited: float = -math.inf  # when the peer last invited us
-    has_answered: bool = False
 
     @property
     def rate(self) -> float:
@@ -105,9 +101,6 @@ class Router:
         self._away: dict[PeerId, _Route] = {}  # peers that take no new work and still have some
         # Peers that accepted work and did not do it, until they get work again; also those that left since.
         self._losses = RecentTable[PeerId, Suspension](REMEMBERED_LOSSES)
-        # Failures, the end of the ban, and whether it has answered, of peers that are gone
-        self._gone = RecentTable[PeerId, tuple[int, float, bool]](REMEMBERED_PEERS)
-        self._probe_failures, self._next_probe = 0, -math.inf  # of peers that have never answered
         self._hidden: frozenset[PeerId] = frozenset()
         self._now_virtual = 0.0
         self._reported_at = -math.inf  # the last report of a stage without peers
@@ -139,8 +132,6 @@ class Router:
         route.virtual_time = max(route.virtual_time, start)
         if peer in self._losses:
             route.first_tasks = PROBATION_TASKS
-        if peer in self._gone:
-            route.failures, route.banned_until, route.has_answered = self._gone.pop(peer)
         self._routes[peer] = route
 
     def _seed_rate(self, rate: float) -> float:
@@ -153,8 +144,6 @@ class Router:
         route = self._routes.pop(peer, None)
         if route is not None and route.outstanding:
             self._away[peer] = route
-        elif route is not None and (route.failures or route.has_answered):
-            self._gone[peer] = route.failures, route.banned_until, route.has_answered
 
     def choose(self, now: float, excluded: Collection[PeerId] = (), beside_hidden: bool = False) -> PeerId | None:
         """Return the peer for the next microbatch and charge it; None if all are busy or full.
@@ -183,26 +172,16 @@ class Router:
             wanted = {peer: route for peer, route in wanted.items() if peer not in self._hidden} or wanted
         wanted = {peer: route for peer, route in wanted.items() if self._loss_until(peer) <= now} or wanted
         reachable = {peer: route for peer, route in wanted.items() if route.banned_until <= now} or wanted
-        may_probe = self._may_probe(wanted.values(), now)
         return {
             peer: route
             for peer, route in reachable.items()
-            if route.outstanding < route.limit and route.busy_until <= now and (route.has_answered or may_probe)
+            if route.outstanding < route.limit and route.busy_until <= now
         }
-
-    def _may_probe(self, routes: Collection[_Route], now: float) -> bool:
-        """Return whether a peer that has never answered may have a task."""
-        answering = sum(route.has_answered for route in routes)
-        if not answering:
-            return True
-        probing = sum(route.outstanding for route in self._routes.values() if not route.has_answered)
-        return now >= self._next_probe and probing < (1 if self._probe_failures else answering)
 
     def wake_time(self, now: float) -> float | None:
         """Return when a busy or banned peer may be asked again; None if only outcomes can free a peer."""
         times = [time for route in self._routes.values() for time in (route.busy_until, route.banned_until)]
         times += map(self._loss_until, self._routes)
-        times.append(self._next_probe)
         return min((time for time in times if time > now), default=None)
 
     def begin(self, peer: PeerId) -> None:
@@ -270,9 +249,7 @@ class Router:
         """Record an answer, and the time that it took."""
         route = self._find(peer)
         if route is not None:
-            if not route.has_answered:
-                self._probe_failures, self._next_probe = 0, -math.inf
-            route.failures, route.banned_until, route.has_answered = 0, 0.0, True
+            route.failures, route.banned_until = 0, 0.0
             route.round_trip += (SMOOTHING if route.round_trip else 1.0) * (round_trip - route.round_trip)
 
     def record_busy(self, peer: PeerId, sent: float, until: float) -> None:
@@ -285,7 +262,7 @@ class Router:
         """Stop skipping a peer, because it can take forwards again."""
         route = self._routes.get(peer)
         if route is not None:
-            route.busy_until, route.invited, route.has_answered = now, now, True
+            route.busy_until, route.invited = now, now
 
     def record_failure(self, peer: PeerId, now: float) -> float:
         """Ban a peer that cannot be reached; return when it may be asked again."""
@@ -295,9 +272,6 @@ class Router:
         if now >= route.banned_until:
             pause = min(MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(route.failures, 16))
             route.failures, route.banned_until = route.failures + 1, now + pause
-            if not route.has_answered:
-                pause = min(MAX_PROBE_SECONDS, FIRST_BAN_SECONDS * 2.0 ** min(self._probe_failures, 16))
-                self._probe_failures, self._next_probe = self._probe_failures + 1, now + pause
         return route.banned_until
 
     def expected_seconds(self, peer: PeerId) -> float:

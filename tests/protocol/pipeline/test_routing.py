@@ -1,21 +1,14 @@
 import random
 from collections import Counter
 
-import pytest
-
-from protocol.pipeline import routing
 from protocol.pipeline.routing import MAX_BAN_SECONDS, Router, StagePeer, task_round
 
 SPEEDS = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
 
 
-def make_router(speeds: dict[str, float] = SPEEDS, round_trip: float | None = 0.0) -> Router:
-    """Return a router whose peers have answered, unless without a round trip."""
+def make_router(speeds: dict[str, float] = SPEEDS) -> Router:
     router = Router(random.Random(1))
     router.update(StagePeer(peer, 1, 0, rate) for peer, rate in speeds.items())
-    if round_trip is not None:
-        for peer in speeds:
-            router.record_answer(peer, round_trip)
     return router
 
 
@@ -80,51 +73,6 @@ def test_bans_do_not_count_if_nobody_else_is_left() -> None:
     for peer in SPEEDS:
         router.record_failure(peer, 0.0)
     assert router.choose(0.0) in SPEEDS
-
-
-def tasks_for_silent_peers(seconds: int) -> int:
-    """One peer computes a microbatch a second, and fifty that claim to be faster never answer."""
-    silent = {f"silent {number}": 8.0 for number in range(50)}
-    router, tasks = make_router({"honest": 4.0, **silent}, None), 0
-    router.record_answer("honest", 0.1)
-    for now in range(seconds):
-        peer = router.choose(float(now))
-        if peer != "honest" and peer is not None:
-            tasks += 1
-            router.record_failure(peer, float(now))
-    return tasks
-
-
-def test_peers_that_never_answer_together_have_one_task_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tasks_for_silent_peers(600) < 16
-    monkeypatch.setattr(routing, "MAX_PROBE_SECONDS", 0.0)
-    assert tasks_for_silent_peers(600) > 300, "the control"
-
-
-def test_peers_that_answer_at_once_are_all_in_use_soon() -> None:
-    router, tried = make_router({str(number): 1.0 for number in range(20)}, None), set[str]()
-    for now in range(20):
-        peer = router.choose(float(now))
-        assert peer is not None
-        tried.add(peer)
-        router.record_answer(peer, 0.1)
-    assert len(tried) == 20
-
-
-def test_a_ban_outlasts_the_record_of_its_peer() -> None:
-    router = make_router()
-    until = router.record_failure("d", 0.0)
-    router.update(StagePeer(peer, 1, 0, 1.0) for peer in "abc")
-    router.update(StagePeer(peer, 1, 0, 1.0) for peer in "abcd")
-    assert router.record_failure("d", 1.0) == until, "it goes on"
-    assert router.record_failure("d", until) == until + 10.0
-
-
-def test_a_peer_that_comes_back_is_known() -> None:
-    router = make_router({"a": 1.0, "b": 1.0})
-    router.update([StagePeer("a", 1, 0, 1.0)])
-    router.update([StagePeer("a", 1, 0, 1.0), StagePeer("b", 2, 0, 1.0)])
-    assert {router.choose(0.0) for _ in range(4)} == {"a", "b"}
 
 
 def test_tasks_are_of_our_round_unless_all_of_the_stage_is_far_from_it() -> None:
