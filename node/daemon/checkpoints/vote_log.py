@@ -50,13 +50,9 @@ class VoteLog:
 
     def load(self) -> VoteRecord | None:
         """Return the last vote; None if this node never voted. Raises StorageError for a damaged file."""
+        data = _read_if_there(self._path)
         try:
-            return self._parse_vote(json.loads(self._path.read_bytes()))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
-            raise StorageError(text) from error
+            return None if data is None else self._parse_vote(json.loads(data))
         except (ValueError, TypeError, KeyError, DecodeError, PeerFault) as error:
             raise StorageError(f"{self._path} is damaged: remove it, wait a minute and start again") from error
 
@@ -87,6 +83,25 @@ def _write_lock(lock: Lock | None) -> list[str] | None:
     return [message.signed.SerializeToString().hex() for message in (lock.proposal, lock.certificate)]
 
 
+def _read_if_there(path: Path) -> bytes | None:
+    """Return the content of a file; None if there is none. Raises StorageError if the disk refuses it."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}; fix its folder or choose another --dir") from error
+
+
+def _read_entries(path: Path) -> list[Any]:
+    """Return the entries of a JSON list; a file that is missing or damaged has none. Raises StorageError."""
+    try:
+        entries = json.loads(_read_if_there(path) or b"[]")
+    except ValueError:
+        return []
+    return entries if isinstance(entries, list) else []
+
+
 class ProofFile:
     """The file with the proofs that a node knows. `limits` are the run's, to check the statements in them."""
 
@@ -102,14 +117,9 @@ class ProofFile:
     def load(self) -> list[SignedMessage[Proof]]:
         """Return the proofs that are on disk and valid; a damaged file holds none. Raises StorageError."""
         try:
-            entries = wire.Proof.FromString(self._path.read_bytes()).statements
-        except FileNotFoundError:
-            return []
+            entries = wire.Proof.FromString(_read_if_there(self._path) or b"").statements
         except DecodeError:
             return []
-        except OSError as error:
-            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
-            raise StorageError(text) from error
         return [proof for signed in entries if (proof := self._open(signed)) is not None]
 
     def _open(self, signed: wire.Signed) -> SignedMessage[Proof] | None:
@@ -154,14 +164,7 @@ class ConvictionFile:
 
     def load(self) -> list[PeerConvicted]:
         """Return the convictions whose findings prove them; a damaged file has none. Raises StorageError."""
-        try:
-            entries = json.loads(self._path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return []
-        except OSError as error:
-            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
-            raise StorageError(text) from error
-        return [found for entry in (entries if isinstance(entries, list) else ()) for found in self._proved(entry)]
+        return [found for entry in _read_entries(self._path) for found in self._proved(entry)]
 
     def _proved(self, entry: Any) -> Iterator[PeerConvicted]:
         """Yield the convictions of an entry that its signed findings prove."""
@@ -193,14 +196,7 @@ class ContradictionFile:
 
     def load(self, run_ids: Collection[RunId]) -> list[ExcludedMaker]:
         """Return the keys that results of these stages prove guilty; a damaged file has none. Raises StorageError."""
-        try:
-            entries = json.loads(self._path.read_bytes())
-        except (FileNotFoundError, ValueError):
-            return []
-        except OSError as error:
-            text = f"cannot read {self._path}: {error.strerror}; fix its folder or choose another --dir"
-            raise StorageError(text) from error
-        opened = map(self._open, entries if isinstance(entries, list) else ())
+        opened = map(self._open, _read_entries(self._path))
         return [each for each in opened if each is not None and each.found.run in run_ids and each.is_proved]
 
     def _open(self, entry: Any) -> ExcludedMaker | None:
