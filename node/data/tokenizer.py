@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -140,7 +141,6 @@ class FileTokenizer:
         data = _read_tokenizer_file(path)
         self._path = path
         self._text, self._tokenizer = _load_without_settings(data, path)
-        self._reader = _reader_of_text(self._text)
         self._tried: set[str] = set()
         self._added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         self._may_lose_text = _drops_unknown_characters(json.loads(self._text))
@@ -153,6 +153,13 @@ class FileTokenizer:
         self.ids: TokenIds = np.array(sorted({*self._vocabulary.values(), *named}), dtype=np.int64)
         self.size = int(self.ids[-1]) + 1
         self.end: Shard = self._array([token.id for token in self._find(END_OF_TEXT_TOKENS)])
+
+    @cached_property
+    def _template_tokenizer(self) -> Any:
+        """Return the library's tokenizer that takes words of special tokens for these, as a chat template wants."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self._text)
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -175,7 +182,7 @@ class FileTokenizer:
         """Return the token ids, words of special tokens included, and the characters (n, 2) that each is made of."""
         whole = text.encode(errors="replace").decode()
         with _blame(self._path, "cannot encode the text"):
-            found = self._tokenizer.encode(whole, add_special_tokens=False)
+            found = self._template_tokenizer.encode(whole, add_special_tokens=False)
             return self._array(list(found.ids)), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, tokens: Iterator[int], after: Sequence[int] = ()) -> Iterator[str]:
@@ -199,7 +206,7 @@ class FileTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         with _blame(self._path, "cannot encode the text"):
-            return list(self._reader.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _warn_of_lost_text(self, text: str) -> None:
         """Warn once of a character that gives no token; each is tried once."""
@@ -261,7 +268,11 @@ def _read_tokenizer_file(path: Path) -> bytes:
 
 
 def _load_without_settings(data: bytes, path: Path) -> tuple[str, Any]:
-    """Return the text of a tokenizer.json without its settings, and the library's tokenizer of that text."""
+    """Return the text of a tokenizer.json without its settings, and the library's tokenizer of that text.
+
+    The tokenizer takes the words of special tokens for text. So it takes those that end or pad documents here, although
+    the file may not call them special.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -269,34 +280,24 @@ def _load_without_settings(data: bytes, path: Path) -> tuple[str, Any]:
             "a tokenizer.json needs the package tokenizers; install it: pip install 'murmuration[data]'"
         ) from error
     with _blame(path, "is not a tokenizer.json", "name one in Hugging Face's format"):
-        text = _remove_settings(data.decode())
-        return text, Tokenizer.from_str(text)
+        values = _without_settings(data)
+        text = json.dumps(values, ensure_ascii=False)
+        for token in values["added_tokens"]:
+            token["special"] |= token["content"] in (*END_OF_TEXT_TOKENS, *PAD_TOKENS)
+        tokenizer = Tokenizer.from_str(json.dumps(values, ensure_ascii=False))
+        tokenizer.encode_special_tokens = True
+        return text, tokenizer
 
 
-def _reader_of_text(text: str) -> Any:
-    """Return the library's tokenizer that takes the words of special tokens for text.
-
-    So it takes those that end or pad documents here, although the file may not call them special.
-    """
-    from tokenizers import Tokenizer
-
-    values = json.loads(text)
-    for token in values["added_tokens"]:
-        token["special"] |= token["content"] in (*END_OF_TEXT_TOKENS, *PAD_TOKENS)
-    reader = Tokenizer.from_str(json.dumps(values, ensure_ascii=False))
-    reader.encode_special_tokens = True
-    return reader
-
-
-def _remove_settings(text: str) -> str:
-    values = json.loads(text)
+def _without_settings(data: bytes) -> dict[str, Any]:
+    values = json.loads(data.decode())
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
     values |= {"truncation": None, "padding": None, "post_processor": None}
     values.setdefault("added_tokens", [])  # transformers needs the list; the library does not
     if isinstance(values.get("model"), dict) and "dropout" in values["model"]:
         values["model"]["dropout"] = None
-    return json.dumps(values, ensure_ascii=False)
+    return values
 
 
 def _drops_unknown_characters(values: dict[str, Any]) -> bool:
