@@ -19,15 +19,7 @@ from node.dashboard.events import ChainForked, CommittedContribution, LoggedEven
 from node.dashboard.state import RunState
 from node.loop.peers.catch_up import best_head
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
-from protocol.consensus.chain import (
-    MAX_KEPT_COMMITS,
-    CertifiedCommit,
-    Chain,
-    ChainHead,
-    ChainLog,
-    counted_signers,
-    genesis_head,
-)
+from protocol.consensus.chain import MAX_KEPT_COMMITS, CertifiedCommit, Chain, ChainHead, ChainLog, genesis_head
 from protocol.consensus.fork_choice import ChainOffer, LocalEvidence, is_certified
 from protocol.consensus.messages.contributions import Commit, ContributionLimits
 from protocol.consensus.messages.signed import Digest
@@ -147,9 +139,7 @@ class ChainFollower:
             if self._verified.get(step.before.digest, step.electorate).digest != step.electorate.digest:
                 raise MalformedError(f"the chain names other voters after round {step.before.round} than before")
             witnesses = LocalEvidence("", self._live)  # before the first commit nobody has a vote
-            if step.electorate.voters and not is_certified(
-                counted_signers(step.entry, step.electorate), step.electorate, witnesses
-            ):
+            if step.electorate.voters and not is_certified(step.entry, step.electorate, witnesses):
                 raise MalformedError(f"round {step.commit.round} is not certified")
         last = steps[-1]
         self._verified = {last.after.digest: last.electorate.after(last.commit)}

@@ -204,14 +204,24 @@ def _find_fault(offer: ChainOffer, first: int, evidence: LocalEvidence) -> str:
 def _uncertified(commits: Sequence[CertifiedCommit], electorates: Sequence[Electorate], evidence: LocalEvidence) -> str:
     """Return the fault of the first commit that is not certified; empty if all are."""
     for entry, electorate in zip(commits, electorates, strict=False):
-        if not is_certified(counted_signers(entry, electorate), electorate, evidence):
+        if not is_certified(entry, electorate, evidence):
             count, voters = len(entry.signers & electorate.voters), len(electorate.voters)
             return f"round {entry.body.round} is not certified: {count} of {voters} voters acknowledged it"
     return ""
 
 
-def is_certified(signers: frozenset[PeerId], electorate: Electorate, evidence: LocalEvidence) -> bool:
-    """Return whether these acknowledgements certify a commit after an electorate, strongly or weakly."""
+def is_certified(
+    entry: CertifiedCommit, before: Electorate, evidence: LocalEvidence, known: Electorate | None = None
+) -> bool:
+    """Return whether the certificate of a commit certifies it, strongly or weakly.
+
+    Args:
+        entry: the commit.
+        before: the electorate of its round.
+        evidence: the own knowledge of this peer.
+        known: the electorate to judge by, if it is another one.
+    """
+    signers, electorate = counted_signers(entry, before), known or before
     if electorate.is_certified_by(signers) or 3 * len(signers & electorate.voters) > len(electorate.voters) > 0:
         return True
     if not electorate.voters and evidence.word is not None:
@@ -294,4 +304,4 @@ def _is_vouched(known: Electorate, offer: ChainOffer, evidence: LocalEvidence) -
         return not _find_fault(offer, 0, evidence)
     if not known.voters or known.voters.isdisjoint(evidence.live) or not commits:
         return bool(evidence.word)
-    return is_certified(counted_signers(commits[-1], offer.log.electorates[-2]), known, evidence)
+    return is_certified(commits[-1], offer.log.electorates[-2], evidence, known)

@@ -41,7 +41,7 @@ from node.run_dir import RunDir
 from node.units import format_bytes
 from protocol.blobs.blob import Blob
 from protocol.blobs.download import Downloader
-from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog, counted_signers
+from protocol.consensus.chain import MAX_KEPT_COMMITS, Chain, ChainHead, ChainLog
 from protocol.consensus.fork_choice import ChainOffer, LocalEvidence, is_certified, judge
 from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import Digest
@@ -437,10 +437,7 @@ class StateStore:
     def _named_by_next(self, shown: ChainOffer, chain: ChainOffer, word: bool | None) -> Digest | None:
         """Return the state that the certificate of the next commit names; None if none was shown."""
         following = [entry for entry in shown.log.commits if entry.body.base == chain.head.digest]
-        if not following:
-            return None
-        signers = counted_signers(following[0], chain.electorate)
-        if not is_certified(signers, chain.electorate, self._evidence(word)):
+        if not following or not is_certified(following[0], chain.electorate, self._evidence(word)):
             return None
         return following[0].certificate.basis.state or None
 

@@ -98,8 +98,8 @@ NO_BASIS = Basis()
 class Acknowledgement:
     """The vote for a proposal: the sender holds everything that it needs, and acknowledges nothing older.
 
-    `content`: the digest of the proposal's content. `confirms`: the sender has acknowledged the proposal before, and
-    knows that a quorum has.
+    `content`: the digest of the proposal's content. `confirms`: the sender says instead that it knows a quorum of
+    acknowledgements of the proposal, whether or not its own is among them.
     """
 
     round: int
@@ -268,15 +268,9 @@ class Justification:
         """Return what each promise says."""
         return [promise.body.bounds for promise in self.promises]
 
-    def allows(self, content: Digest, tolerated: int | None = None) -> bool:
-        """Return whether these promises let their leader propose a content.
-
-        Args:
-            content: its digest.
-            tolerated: how many voters may lie, by default by the word of the leader.
-        """
-        count = self.tolerated if tolerated is None else tolerated
-        required = required_contents(self.bounds, count)
+    def allows(self, content: Digest) -> bool:
+        """Return whether these promises let their leader propose a content, by its own word of how many may lie."""
+        required = required_contents(self.bounds, self.tolerated)
         return required is None or content in required
 
     @property
