@@ -24,6 +24,7 @@ from node.model.generate import Sampling, complete
 from node.monitoring.status import LearningStatus, NodeStatus
 from node.rollout.__main__ import read_anchor
 from optim.rollouts import noise_key
+from protocol.errors import MissingFileError
 from protocol.manifest.run import Manifest
 from protocol.rollout_groups import GroupLimits, Place, question_of, require_rl
 from protocol.scored_tasks import TASKS, Question
@@ -205,7 +206,7 @@ class Flight:
 
         def has_read() -> bool:
             for status in self._followers():
-                with contextlib.suppress(Exception):  # a newer state has taken its place
+                with contextlib.suppress(MissingFileError):  # a newer state has taken its place
                     found.append(read_anchor(self._makers[0].folder / "blobs" / status.state_digest, numel))
             return bool(found)
 

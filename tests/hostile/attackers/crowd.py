@@ -11,7 +11,7 @@ from protocol.errors import PeerFault, UnreachableError
 from protocol.identity import Identity, PeerId
 from protocol.murmur_pb2 import ChainRequest, DeliverRequest, Signed
 from protocol.murmur_pb2_grpc import RoundsStub
-from tests.hostile.attackers.stranger import Stranger
+from tests.hostile.attackers.stranger import Stranger, open_together
 
 RENEW_SECONDS = 0.3
 CLOCKS = 5  # observers
@@ -46,18 +46,10 @@ async def _push_to_all(stranger: Stranger, records: Sequence[Signed]) -> None:
 async def lying_clocks(stranger: Stranger) -> None:
     """Attack 9: reachable observers tell each victim another time."""
     offsets = dict(zip(stranger.victims, CLOCK_OFFSETS, strict=True))
-    observers = [
-        stranger,
-        *(
-            Stranger(stranger.home / str(number), stranger.manifest, stranger.addresses, {})
-            for number in range(CLOCKS - 1)
-        ),
-    ]
+    observers = stranger.with_others(CLOCKS)
     for observer in observers:
         _lie_about_time(observer, offsets)
-    await asyncio.gather(*(observer.open() for observer in observers))
-    for observer in observers:
-        await observer.meet()
+    await open_together(observers)
     stranger.begin()
 
 

@@ -17,7 +17,7 @@ from protocol.murmur_pb2 import ChainReply
 from protocol.signing import MAX_CHAIN_TOKENS
 from tests.hostile.attackers.forgery import Forger
 from tests.hostile.attackers.history import _log_of, _show, ask_for_chain
-from tests.hostile.attackers.stranger import Stranger
+from tests.hostile.attackers.stranger import Stranger, open_together
 
 INVENTED_ROUND, INVENTED_COMMITS = 4000, 3
 WEIGHT = 0.25  # all weights of the strangers' model
@@ -26,15 +26,9 @@ EXPORT_SECONDS, PAUSE_SECONDS = 80.0, 0.5
 
 async def exported_model(stranger: Stranger) -> None:
     """Attack A: keys announce the newest round of all, with a chain; `foreign` is 1 if their model is exported."""
-    others = [
-        Stranger(stranger.home / str(number), stranger.manifest, stranger.addresses, {})
-        for number in range(int(stranger.options["keys"]) - 1)
-    ]
-    keys = [stranger, *others]
+    keys = stranger.with_others(int(stranger.options["keys"]))
     forgers = [Forger(key) for key in keys]
-    await asyncio.gather(*(key.open() for key in keys))
-    for key in keys:
-        await key.meet()
+    await open_together(keys)
     honest = await _ask(stranger)
     state = [forger.store.put_in_memory(_same_weights(forger)) for forger in forgers][0]
     voters = replace(_log_of(stranger, honest).electorates[-1], round=INVENTED_ROUND)

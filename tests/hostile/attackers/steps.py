@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 
-from tests.hostile.attackers.stranger import Stranger
+from tests.hostile.attackers.stranger import Stranger, open_together
 
 PAUSE_SECONDS = 0.1
 
@@ -24,12 +24,8 @@ async def void_records(stranger: Stranger) -> None:
 
 async def announced_owners(stranger: Stranger) -> None:
     """Attack D: keys that only announce themselves as trainers own their share of each step, and begin nothing."""
-    keys = [stranger]
-    for number in range(int(stranger.options["keys"]) - 1):
-        keys.append(Stranger(stranger.home / str(number), stranger.manifest, stranger.addresses, {}))
-    await asyncio.gather(*(key.open() for key in keys))
-    for key in keys:
-        await key.meet()
+    keys = stranger.with_others(int(stranger.options["keys"]))
+    await open_together(keys)
     stranger.begin()
     lives = [int(time.time() * 1000)] * len(keys)
     while True:

@@ -106,6 +106,11 @@ class Stranger:
         if gossips:
             self.spawn(self.directory.run())
 
+    def with_others(self, count: int) -> list["Stranger"]:
+        """Return `count` identities, this one first; the others are new."""
+        others = (Stranger(self.home / str(number), self.manifest, self.addresses, {}) for number in range(count - 1))
+        return [self, *others]
+
     async def meet(self) -> dict[PeerId, PeerRecord]:
         """Wait until the records of all honest peers are here, and return them."""
         while not set(self.victims) <= self.directory.live().keys():
@@ -144,3 +149,10 @@ class Stranger:
         request = GossipRequest(run=bytes.fromhex(self.run_id), time=time.time() + offset, records=records)
         stub = MembershipStub(self.transport.channel(victim))
         await await_reply(victim, lambda: stub.Gossip(request, timeout=CALL_SECONDS))
+
+
+async def open_together(strangers: Sequence[Stranger]) -> None:
+    """Go on the network with several identities, each of which meets the honest peers."""
+    await asyncio.gather(*(stranger.open() for stranger in strangers))
+    for stranger in strangers:
+        await stranger.meet()

@@ -158,14 +158,19 @@ async def other_inputs(stranger: Stranger) -> None:
         await asyncio.sleep(TASK_SECONDS)
 
 
+async def _ask_all(maker: TaskMaker, victims: Sequence[tuple[PeerId, int]], direction: Direction) -> None:
+    """Send each honest peer one pass of a microbatch of its own, and pause."""
+    for victim, stage in victims:
+        await maker.ask(victim, stage, maker.new_serial(), direction, maker.inputs(stage, direction))
+    await asyncio.sleep(TASK_SECONDS)
+
+
 async def withheld_backwards(stranger: Stranger) -> None:
     """Attack C: forward passes take the places of all steps, and no backward pass follows them."""
     maker, victims = await _prepare(stranger)
     stranger.begin()
     while True:
-        for victim, stage in victims:
-            await maker.ask(victim, stage, maker.new_serial(), "forward", maker.inputs(stage, "forward"))
-        await asyncio.sleep(TASK_SECONDS)
+        await _ask_all(maker, victims, "forward")
 
 
 async def invented_gradients(stranger: Stranger) -> None:
@@ -173,7 +178,5 @@ async def invented_gradients(stranger: Stranger) -> None:
     maker, victims = await _prepare(stranger)
     stranger.begin()
     while True:
-        for victim, stage in victims:
-            await maker.ask(victim, stage, maker.new_serial(), "backward", maker.inputs(stage, "backward"))
+        await _ask_all(maker, victims, "backward")
         stranger.note(added=maker.added)
-        await asyncio.sleep(TASK_SECONDS)
