@@ -414,7 +414,7 @@ def rank(
         str, typer.Option(envvar="MURMUR_SITE_TOKEN", help="the token that the first machine prints (required)")
     ] = "",
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="device to train on: auto, cpu, cuda, cuda:1, or all (cards)")
+        str, typer.Option(metavar="DEVICE", help="device to train on: auto, cpu, cuda, cuda:1, all (cards), or mps")
     ] = "auto",
     devices: Annotated[
         str | None, typer.Option(metavar="LIST", help="train on these cards together, such as 0,1")
@@ -489,7 +489,7 @@ def evaluate_model(
         int | None, typer.Option(min=1, max=4096, help="sequences at a time (default: 8, or train.microbatch if less)")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="device to compute on: auto, cpu, cuda or cuda:1")
+        str, typer.Option(metavar="DEVICE", help="device to compute on: auto, cpu, cuda, cuda:1 or mps")
     ] = "auto",
     peer: PeerOption = None,
     insecure: InsecureOption = False,

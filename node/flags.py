@@ -57,7 +57,7 @@ class MachineFlags:
         typer.Option(metavar="NAME", help="also log metrics with this package: tensorboard or wandb (repeatable)"),
     ] = None
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="device to train on: auto, cpu, cuda, cuda:1, or all (cards)")
+        str, typer.Option(metavar="DEVICE", help="device to train on: auto, cpu, cuda, cuda:1, all (cards), or mps")
     ] = "auto"
     devices: Annotated[str | None, typer.Option(metavar="LIST", help="train on these cards together, such as 0,1")] = (
         None

@@ -38,7 +38,7 @@ from protocol.transport.nat import listen_on_all_interfaces
 if TYPE_CHECKING:
     from node.flags import MachineFlags, NodeFlags
 
-DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]{1,3}|all)\Z")
+DEVICE = re.compile(r"^(auto|cpu|cuda|cuda:[0-9]{1,3}|all|mps)\Z")
 CARD = re.compile(r"^(?:cuda:)?([0-9]{1,3})\Z")
 LISTEN_ON_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PORT = re.compile(r"^[0-9]{1,5}\Z")
@@ -52,7 +52,7 @@ Options = TypeVar("Options", bound="TrainerOptions")
 
 def _check_device(device: str) -> str:
     if not DEVICE.match(device):
-        raise ValueError(f"{shorten(ascii(device))} is not a device; use auto, cpu, cuda, cuda:N or all")
+        raise ValueError(f"{shorten(ascii(device))} is not a device; use auto, cpu, cuda, cuda:N, all or mps")
     return device
 
 
@@ -273,4 +273,9 @@ def parse_options(kind: type[Options], flags: "MachineFlags", **values: object) 
 
 def threads_per_process(processes: int) -> int:
     """Return the threads for each of several trainers that share this machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    return max(1, usable_cores() // processes)
+
+
+def usable_cores() -> int:
+    """Return the processors that this process may use; all where the system does not say (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -68,7 +68,7 @@ class Needs:
 def estimate_needs(manifest: Manifest, device: str, ranks: int = 1) -> Needs:
     """Estimate what a run takes of a machine in the memory mode of the manifest.
 
-    `device` is "cpu" or "cuda", and `ranks` of them train together.
+    `device` is "cpu", "cuda" or "mps", and `ranks` of them train together.
     """
     parameters = shape_table(manifest.model, smallest_cut(manifest)).numel
     planner = build_node_program(manifest, None, cut=smallest_cut(manifest))

@@ -29,7 +29,9 @@ TopKOption = Annotated[int | None, typer.Option(min=1, help="sample from the k m
 TopPOption = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="sample from the most likely tokens of this probability together")
 ]
-DeviceOption = Annotated[str, typer.Option(metavar="DEVICE", help="device to write on: auto, cpu, cuda, or cuda:1")]
+DeviceOption = Annotated[
+    str, typer.Option(metavar="DEVICE", help="device to write on: auto, cpu, cuda, cuda:1, or mps")
+]
 SamplingSeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="seed of the sampling")]
 
 

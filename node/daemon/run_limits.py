@@ -53,11 +53,13 @@ def peer_bytes(manifest: Manifest, planner: RoundPlanner, device: str, cut: Cut)
     """Return the bytes of main memory of a peer that trains this cut of the model, without Python and libraries.
 
     Args:
-        device: "cpu", on which the activations are in main memory too, or "cuda".
+        device: "cpu" or "mps", on which the activations are in main memory too, or "cuda". On "mps" the trainer has a
+            copy of the vectors that it shares with the daemon.
     """
     held = manifest.pipeline.memory if cut.stages > 1 else 0
-    activations = microbatch_bytes(manifest, run_microbatch(manifest)[1], device, cut) if device == "cpu" else 0
-    return host_bytes(planner) + held + activations
+    activations = microbatch_bytes(manifest, run_microbatch(manifest)[1], device, cut) if device != "cuda" else 0
+    copies = fixed_bytes(manifest, device, cut) if device == "mps" else 0
+    return host_bytes(planner) + held + activations + copies
 
 
 def trainer_bytes(manifest: Manifest, planner: RoundPlanner, free: int, cut: Cut) -> int:

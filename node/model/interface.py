@@ -50,7 +50,7 @@ from protocol.errors import DeviceError, ManifestError
 from protocol.manifest.model import ModelSection
 
 IGNORED: Final = -100  # a target that does not count, as in torch
-CHUNK_VALUES: Final = {"cpu": 1 << 22, "cuda": 1 << 27}  # logits of a chunk
+CHUNK_VALUES: Final = {"cpu": 1 << 22, "cuda": 1 << 27, "mps": 1 << 25}  # logits of a chunk
 MIN_CHUNK_TOKENS: Final = 512  # a chunk of fewer reads the output matrix too often
 MAX_COMPILED_CHUNKS: Final = 8  # each is a part of the compiled program
 Recompute = Literal["none", "selective", "full"]

@@ -26,21 +26,21 @@ from protocol.errors import DeviceError
 from protocol.manifest.run import Manifest
 
 PROCESS_BYTES = 250_000_000  # torch itself, in a trainer process on a CPU
-BYTES_PER_PARAMETER = {"cpu": 12, "cuda": 24}
+BYTES_PER_PARAMETER = {"cpu": 12, "cuda": 24, "mps": 24}
 SMALL_MOMENTS_SAVE = 6  # bytes a parameter on an accelerator
 GATHERED_BYTES_PER_PARAMETER = 12  # weights and gradient of a part that is whole for a while, and a buffer
-BYTES_PER_ACTIVATION = {"cpu": 4, "cuda": 2}
+BYTES_PER_ACTIVATION = {"cpu": 4, "cuda": 2, "mps": 4}
 ACTIVATION_FACTOR = 1.5
 MAX_MICROBATCH = 4096
 
 
 def fixed_bytes(manifest: Manifest, device: str, cut: Cut | None = None, ranks: int = 1) -> int:
-    """Estimate the bytes of each rank that do not depend on the microbatch; `device` is "cpu" or "cuda"."""
+    """Estimate the bytes of each rank that do not depend on the microbatch; `device` is "cpu", "cuda" or "mps"."""
     table = shape_table(manifest.model, cut or smallest_cut(manifest))
     process = (PROCESS_BYTES if device == "cpu" else 0) + adapted_bytes(manifest, device)
     if ranks > 1:
         return BYTES_PER_PARAMETER["cuda"] * table.numel // ranks + _gathered_bytes(table) + process
-    saved = SMALL_MOMENTS_SAVE if manifest.train.memory == "small" and device == "cuda" else 0
+    saved = SMALL_MOMENTS_SAVE if manifest.train.memory == "small" and device != "cpu" else 0
     return (BYTES_PER_PARAMETER[device] - saved) * table.numel + process
 
 

@@ -36,6 +36,8 @@ COPY_ELEMENTS = 2**18  # copying fewer is faster than a Python function in the a
 
 def has_bf16(device: torch.device) -> bool:
     """Return whether products of matrices in bf16 are the fastest way on this device."""
+    if device.type == "mps":
+        return False  # nobody has measured it there
     if device.type == "cpu":
         return not CPU_FLAGS.isdisjoint(_cpu_flags())
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import UsageError
 from protocol.transport.nat import is_port_free
+from protocol.transport.tls.listener import limit_unacknowledged
 
 STOP_SECONDS = 3.0
 WRITE_SECONDS = 20.0  # for the client to acknowledge written bytes
@@ -121,7 +122,7 @@ def open_listener(host: str, port: int, option: str) -> socket.socket:
     if family == socket.AF_INET6:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(bound != "::"))
     # Each connection inherits this: without it, written bytes that are never read outlive a close for ever.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_SECONDS * 1000))
+    limit_unacknowledged(listener, WRITE_SECONDS)
     try:
         listener.bind((bound, port))
         listener.listen(BACKLOG)

@@ -20,7 +20,11 @@ from optim.inner.base import InnerStep, InnerUpdateRule
 from optim.kernels.vectors import SLAB_SIZE
 from protocol.manifest.sections import TrainSection
 
-SLAB_SIZES = {"cpu": SLAB_SIZE, "cuda": 1 << 24}  # values of a slab, for all of which an operation is one launch
+SLAB_SIZES = {
+    "cpu": SLAB_SIZE,
+    "cuda": 1 << 24,
+    "mps": 1 << 24,
+}  # values of a slab, for all of which an operation is one launch
 
 
 class InnerOptimizer:

@@ -3,13 +3,15 @@
 gRPC's server listens on a Unix socket in a private folder. For each incoming stream whose peer is authenticated, the
 inbound bridge connects to it once, from a socket bound to the abstract name `\0murmur/<peer id>/<random>`. gRPC shows
 that name to the servicer as its peer, so the servicer learns the caller's authenticated identity. The permissions of
-the folder keep other users out.
+the folder keep other users out. Only Linux has abstract names; elsewhere the socket is bound to a file in the folder.
 """
 
 import asyncio
 import logging
+import re
 import secrets
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from protocol.transport.p2pd import BUFFER_BYTES, Stream, read_stream_peer
 logger = logging.getLogger(__name__)
 
 SOCKET_NAMESPACE = "murmur"
+HAS_ABSTRACT_NAMES = sys.platform == "linux"
+ABSTRACT_CALLER = re.compile(rf"unix-abstract:{SOCKET_NAMESPACE}/([^/]+)/[^/]+")
+FILE_CALLER = re.compile(rf"unix:.+/{SOCKET_NAMESPACE}-([^/-]+)-[0-9a-f]+")
 Dial = Callable[[PeerId], Awaitable[Stream]]
 UNKNOWN_CALLER = "somebody unknown"  # a caller without an identity, in logs
 
@@ -32,12 +37,12 @@ def caller(context: grpc.aio.ServicerContext) -> PeerId:
 
     Raises MalformedError if it has none.
     """
-    scheme, _, name = str(context.peer()).partition(":")
-    parts = name.split("/")
-    if scheme != "unix-abstract" or len(parts) != 3 or parts[0] != SOCKET_NAMESPACE:
-        raise MalformedError(f"a call without an identity came from {context.peer()!r}")
-    public_key(parts[1])
-    return parts[1]
+    name = str(context.peer())
+    found = ABSTRACT_CALLER.fullmatch(name) or (None if HAS_ABSTRACT_NAMES else FILE_CALLER.fullmatch(name))
+    if found is None:
+        raise MalformedError(f"a call without an identity came from {name!r}")
+    public_key(found[1])
+    return found[1]
 
 
 class InboundBridge:
@@ -94,13 +99,26 @@ class InboundBridge:
         near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             near.setblocking(False)
-            # A random suffix, because all nodes on a machine share its abstract names and know the same peers.
-            near.bind(f"\0{SOCKET_NAMESPACE}/{peer}/{secrets.token_hex(8)}")
+            path = _bind_caller(near, peer, self._server.parent)
             await asyncio.get_running_loop().sock_connect(near, str(self._server))
+            if path is not None:
+                path.unlink()  # the connection keeps its name
             return Stream(*await asyncio.open_unix_connection(sock=near, limit=BUFFER_BYTES))
         except BaseException:
             near.close()
             raise
+
+
+def _bind_caller(near: socket.socket, peer: PeerId, folder: Path) -> Path | None:
+    """Bind a socket to a name that shows its peer; return its file, if it has one."""
+    # A random suffix, because all nodes on a machine share its abstract names and know the same peers.
+    suffix = secrets.token_hex(8)
+    if HAS_ABSTRACT_NAMES:
+        near.bind(f"\0{SOCKET_NAMESPACE}/{peer}/{suffix}")
+        return None
+    path = folder / f"{SOCKET_NAMESPACE}-{peer}-{suffix[:4]}"  # names of sockets have at most 103 bytes on macOS
+    near.bind(str(path))
+    return path
 
 
 class OutboundBridge:

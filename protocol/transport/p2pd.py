@@ -61,10 +61,11 @@ STABLE_SECONDS = 60.0  # after this uptime the next death counts as the first
 # dialler. It fails, and for seconds neither tries again (go-libp2p, issue 2925).
 ENVIRONMENT: Final = {"GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}
 # Runs between fork and p2pd in its own interpreter, because our code between fork and exec could deadlock on a lock
-# that a gRPC thread held. PR_SET_PDEATHSIG is 1. The check catches a parent that died before the call.
+# that a gRPC thread held. PR_SET_PDEATHSIG is 1, and Linux's alone. The check catches a parent that died before it.
 LAUNCHER = """
 import ctypes, os, signal, sys
-if ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)) or os.getppid() != int(sys.argv[1]):
+is_tied = sys.platform != "linux" or not ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+if not is_tied or os.getppid() != int(sys.argv[1]):
     sys.exit("cannot tie p2pd to its parent")
 os.execv(sys.argv[2], sys.argv[2:])
 """

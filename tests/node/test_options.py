@@ -52,7 +52,7 @@ def test_list_of_devices(typed: str, devices: tuple[str, ...]) -> None:
         ({"listen": ("/ip6/zz/tcp/0",)}, "--listen: '/ip6/zz/tcp/0' has no address of ip6"),
         ({"listen": ("/ip4/127.0.0.1/tcp/",)}, "--listen: '/ip4/127.0.0.1/tcp/' is not a multiaddress"),
         ({"listen": ("0.0.0.0",)}, "--listen: '0.0.0.0' is not a multiaddress"),
-        ({"device": "tpu"}, "--device: 'tpu' is not a device; use auto, cpu, cuda, cuda:N or all"),
+        ({"device": "tpu"}, "--device: 'tpu' is not a device; use auto, cpu, cuda, cuda:N, all or mps"),
         ({"device": "cuda:x"}, "--device: 'cuda:x' is not a device"),
         ({"devices": "0,0"}, "--devices: '0,0' is not a list of different cards; use 0,1"),
         ({"devices": "0,cpu"}, "--devices: '0,cpu' is not a list of different cards"),

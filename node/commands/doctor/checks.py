@@ -4,7 +4,6 @@ Limits of a container (cgroup version 2) count too. A process is in a cgroup wit
 limits applies.
 """
 
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+import psutil
 import torch
 
 from node.daemon.run_limits import STORE_EXTRA_BYTES, STORE_STATES, peer_bytes, trainer_bytes
@@ -19,6 +19,7 @@ from node.daemon.state.outer_state import state_bytes
 from node.from_manifest import build_node_program
 from node.model import shape_table, smallest_cut
 from node.model.memory_estimate import PROCESS_BYTES, max_microbatch, run_microbatch
+from node.options import usable_cores
 from node.trainer.devices.device import choose_device, device_name
 from node.units import format_bytes
 from protocol.errors import MurmurError
@@ -219,7 +220,7 @@ def _read_words(path: Path) -> list[str]:
 def check_device() -> Check:
     """Check for an accelerator."""
     chosen = choose_device("auto")
-    cores = float(len(os.sched_getaffinity(0)))
+    cores = float(usable_cores())
     cores = min(cores, cgroup_cores() or cores)
     if chosen.type == "cpu":
         found = f"no accelerator, {cores:.3g} cores"
@@ -262,13 +263,5 @@ def check_memory_and_disk(manifest: Manifest, node_dir: Path, smaller: str) -> l
 
 def free_memory() -> int:
     """Return the available bytes of main memory, of the machine and of the container if there is one."""
-    free, left = _machine_free_memory(), cgroup_memory_left()
+    free, left = int(psutil.virtual_memory().available), cgroup_memory_left()
     return free if left is None else min(free, left)
-
-
-def _machine_free_memory() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,6 +151,7 @@ class PeerProcess:
 
 def _die_with_parent(parent: int) -> None:
     """Ask the kernel to kill the child when the parent dies; runs in the child before exec."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,13 +1,13 @@
 """The device of a trainer and the limit on its memory."""
 
 import importlib
-import os
 import resource
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from node.from_manifest import build_node_program, in_memory_mode
@@ -47,6 +47,10 @@ def choose_device(requested: Device) -> torch.device:
 def _find_device(name: str, cards: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not cards):
         return torch.device("cpu")
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise DeviceError("no MPS device here, which Apple silicon has; use --device cpu")
+        return torch.device("mps")
     if not cards:
         raise DeviceError("no CUDA device here; use --device cpu, or install the driver and a CUDA build of torch")
     kind, _, number = name.partition(":")
@@ -79,6 +83,8 @@ def device_class(
     """
     if device.type == "cuda":
         kind = f"cuda {torch.cuda.get_device_name(device)}"
+    elif device.type == "mps":
+        kind = "mps"
     else:
         kind = f"cpu {_cpu_vendor()} {torch.backends.cpu.get_cpu_capability()}"
     way = ("compiled " if is_compiled else "") + (f"{ranks} ranks " if ranks > 1 else "")
@@ -137,6 +143,8 @@ def require_usable_device(settings: NodeOptions) -> None:
     device = devices[0]
     planner = build_node_program(manifest, settings.memory_mode, own_loop=settings.own_loop, cut=smallest_cut(manifest))
     _require_memory(planner, total_memory())
+    if device.type == "mps":
+        require_fp32_sums(manifest)
     if len(devices) > 1 or settings.site is not None:
         if settings.own_loop:
             raise DeviceError("--own-loop: your loop chooses its devices; leave out --device, --devices and --site")
@@ -153,6 +161,13 @@ def require_usable_device(settings: NodeOptions) -> None:
     fit_microbatch(held, settings.memory, device.type, settings.recompute, len(devices))
     if settings.pause_when_busy:
         usage_meter_for(device)
+
+
+def require_fp32_sums(manifest: Manifest) -> None:
+    """Raise DeviceError if a run adds up in fp64, which the graphics of Apple silicon lack."""
+    if manifest.pipeline.is_cut or manifest.rl is not None:
+        kind = "a stage of a pipeline" if manifest.pipeline.is_cut else "reinforcement learning"
+        raise DeviceError(f"{kind} adds up in fp64, which mps lacks; use --device cpu")
 
 
 def require_bf16_weights(manifest: Manifest, planner: RoundPlanner, devices: Sequence[torch.device]) -> None:
@@ -207,12 +222,7 @@ def _require_memory(planner: RoundPlanner, total_bytes: int) -> None:
 
 def total_memory() -> int:
     """Return the bytes of this machine's memory and swap space."""
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError):  # without /proc, the swap space is not known
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("SwapTotal:"):
-                return pages + int(line.split()[1]) * 1024
-    return pages
+    return int(psutil.virtual_memory().total + psutil.swap_memory().total)
 
 
 def limit_memory(max_bytes: int | None, device: torch.device) -> None:
@@ -222,6 +232,8 @@ def limit_memory(max_bytes: int | None, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / total), device)
+    elif device.type == "mps":
+        torch.mps.set_per_process_memory_fraction(min(1.0, max_bytes / torch.mps.recommended_max_memory()))
     else:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         limit = max_bytes + UNUSED_MEMORY_BYTES

@@ -44,7 +44,7 @@ from node.trainer.site.messages import (
     send,
 )
 from node.trainer.site.token import SiteToken
-from node.trainer.site.tunnel import CHUNK_BYTES, Streams, TunnelEntrances, join_streams, keep_alive
+from node.trainer.site.tunnel import CHUNK_BYTES, Streams, TunnelEntrances, detect_loss, join_streams
 from node.units import parse_host_port
 from protocol.errors import AdmissionError, ForgedError, MalformedError, UsageError, error_with_code
 from protocol.transport.tls.handshake import check_certificate, make_client_context
@@ -227,7 +227,7 @@ class _Attempt:
             await _close(writer)
             text = f"{member.host}:{member.port} has another key than the token names; copy the line that the first"
             raise AdmissionError(f"{text} machine prints") from error
-        keep_alive(writer)
+        detect_loss(writer)
         await send(writer, Opening(secret=member.token.secret, what=what))
         return reader, writer
 

@@ -34,7 +34,7 @@ from node.trainer.site.messages import (
     send,
 )
 from node.trainer.site.token import SiteToken, load_site_key
-from node.trainer.site.tunnel import CHUNK_BYTES, Streams, TunnelEntrances, join_streams, keep_alive
+from node.trainer.site.tunnel import CHUNK_BYTES, Streams, TunnelEntrances, detect_loss, join_streams
 from protocol.errors import AdmissionError, DeviceError, MalformedError, PortTakenError
 from protocol.transport.tls.handshake import ServerHandshake
 
@@ -166,7 +166,7 @@ class SiteHead:
         if opening is None:
             writer.close()
             return
-        keep_alive(writer)
+        detect_loss(writer)
         streams = reader, writer
         try:
             match opening.what:

@@ -10,19 +10,22 @@ from typing import Final
 from node.trainer.ipc.channel import ChannelClosed
 from node.trainer.site.messages import Target
 from protocol.errors import MurmurError
+from protocol.transport.tls.listener import keep_alive, limit_unacknowledged
 
 CHUNK_BYTES: Final = 256 * 1024
-KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
-USER_TIMEOUT_MS: Final = 20_000  # after which unacknowledged bytes mean that the other machine is gone
+KEEPALIVE_SECONDS: Final = 5
+PROBES: Final = 3
+UNACKNOWLEDGED_SECONDS: Final = 20.0  # after which unacknowledged bytes mean that the other machine is gone
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 logger = logging.getLogger(__name__)
 
 
-def keep_alive(writer: asyncio.StreamWriter) -> None:
+def detect_loss(writer: asyncio.StreamWriter) -> None:
     """Detect a lost machine within twenty seconds, and send small messages without delay."""
     connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (*KEEPALIVE, (socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS), (socket.TCP_NODELAY, 1)):
+    limit_unacknowledged(connection, UNACKNOWLEDGED_SECONDS)
+    keep_alive(connection, KEEPALIVE_SECONDS)
+    for option, value in ((socket.TCP_KEEPCNT, PROBES), (socket.TCP_NODELAY, 1)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

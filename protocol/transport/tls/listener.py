@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 ACCEPTED = b"\x01"
 BACKLOG = 64
 ACCEPT_RETRY_SECONDS = 0.2  # before the next attempt to accept when the machine has no socket left
+TCP_RXT_CONNDROPTIME = 0x80  # of macOS; Python does not name it
 KEEPALIVE_SECONDS = 30  # shorter than the NAT timeout of a home router
 ServePeer = Callable[[PeerId, TlsConnection, bytes], Awaitable[None]]
 
@@ -323,11 +324,25 @@ def _configure_socket(connection: socket.socket, stall: float) -> None:
     The kernel cuts a connection whose other end takes nothing, however little waits; the supervisor does so sooner.
     Keepalives keep an idle connection open in routers on its path, and cut it after as long without an answer.
     """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2 * stall * 1000))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+    limit_unacknowledged(connection, 2 * stall)
+    keep_alive(connection, KEEPALIVE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def limit_unacknowledged(connection: socket.socket, seconds: float) -> None:
+    """Let the kernel cut a connection whose bytes the other end has not taken for as long."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    else:  # macOS counts in seconds
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_RXT_CONNDROPTIME, max(1, int(seconds)))
+
+
+def keep_alive(connection: socket.socket, seconds: int) -> None:
+    """Let the kernel send something on an idle connection, and as often until the other end answers."""
+    idle: int = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE")  # noqa: B009
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, idle, seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds)
 
 
 def _host_group(host: str) -> str:

@@ -15,6 +15,7 @@ from protocol.errors import IdentityError, MalformedError, UnreachableError
 from protocol.identity import Identity
 from protocol.murmur_pb2 import FetchRequest, PiecesReply, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
+from protocol.transport import grpc_bridge
 from protocol.transport import transport as transports
 from protocol.transport.tls.rpc import MAX_MESSAGE_BYTES
 from protocol.transport.transport import Transport, caller
@@ -69,10 +70,25 @@ async def test_connection_that_bypasses_the_bridge_has_no_identity(
             await BlobsStub(channel).Pieces(PiecesRequest(), timeout=5)
 
 
+async def test_callee_knows_its_callers_without_the_abstract_names_of_linux(
+    start_transport: StartTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(grpc_bridge, "HAS_ABSTRACT_NAMES", False)
+    callee, node = await start_transport("callee", [SampleBlobs().add]), await start_transport("node")
+    await introduce_peers(node, callee)
+    assert (await call_peer(node, callee.peer_id)).pieces.decode() == node.peer_id
+    folder = tmp_path / "callee" / "sockets"
+    assert not list(folder.glob("murmur-*"))
+    async with grpc.aio.insecure_channel(f"unix:{folder / 'server.sock'}") as channel:
+        with pytest.raises(Call, match="MalformedError.*without an identity"):
+            await BlobsStub(channel).Pieces(PiecesRequest(), timeout=5)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "unix:",
+        "unix:/tmp/murmur-x/murmur-{peer}-0a1b",
         "ipv4:127.0.0.1:5000",
         "unix:murmur/{peer}/1",
         "unix-abstract:other/{peer}/1",

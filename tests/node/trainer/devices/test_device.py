@@ -5,14 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.commands.capacity import estimate_needs
+from node.model import shape_table
 from node.options import NodeOptions, TrainerOptions
 from node.trainer.devices import device
 from node.trainer.devices.device import (
     autocast_context,
     choose_device,
     choose_devices,
+    device_class,
     device_name,
     require_usable_device,
+    uses_bf16,
 )
 from protocol.errors import DeviceError
 from protocol.manifest.sections import MethodSection, PipelineSection
@@ -32,6 +36,28 @@ def test_a_missing_accelerator_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="use --device cpu"):
         choose_device("cuda")
+
+
+def test_apple_silicon_trains_plain_runs_in_fp32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="which Apple silicon has; use --device cpu"):
+        choose_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    mps = choose_device("mps")
+    assert (mps.type, device_name(mps), device_class(mps).split()[0], choose_device("auto").type) == ("mps",) * 3 + (
+        "cpu",
+    )
+    assert not uses_bf16(mps)
+    options = NodeOptions(manifest=MANIFEST, base=tmp_path, folder=tmp_path, device="mps")
+    require_usable_device(options)
+    stages = MANIFEST.model_copy(update={"model": DEEP, "pipeline": PipelineSection(stages=2, microbatch=1)})
+    with pytest.raises(DeviceError, match="adds up in fp64, which mps lacks"):
+        require_usable_device(options.model_copy(update={"manifest": stages}))
+
+
+def test_the_memory_of_apple_silicon_has_both_copies_of_the_weights() -> None:
+    numel = shape_table(MANIFEST.model).numel
+    assert estimate_needs(MANIFEST, "mps").memory - estimate_needs(MANIFEST, "cuda").memory >= 24 * numel
 
 
 def test_devices_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
