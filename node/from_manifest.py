@@ -140,6 +140,9 @@ def _require_fit(manifest: Manifest, method: Method) -> None:
         raise ManifestError(
             f"pipeline.stages: {reason}; set it to 1, or choose another topology", ("pipeline", "stages")
         )
+    if method.inner.looks_ahead:
+        reason = f"{method.inner.kind!r} takes its gradient at other weights than a stage computes with"
+        raise ManifestError(f"method.inner: {reason}; choose another inner optimizer", ("method", "inner"))
     if manifest.audits.share:
         reason = "a stage's contributions hold microbatches of other peers, which no auditor can repeat"
         raise ManifestError(f"audits.share: {reason}; set it to 0", ("audits", "share"))

@@ -37,7 +37,7 @@ from optim.codecs.topk import ChunkTopK
 from optim.compatibility import check_compatibility, check_defence
 from optim.errors import OptimError, UnknownOption, UnknownRecipe, plain_words
 from optim.feedback import ErrorFeedback, Feedback, NoFeedback
-from optim.inner.adamw import AccumulatingAdamW, AdamW, QuasiHyperbolic
+from optim.inner.adamw import AccumulatingAdamW, AdamW, PrimalAveraging, QuasiHyperbolic
 from optim.inner.base import InnerUpdateRule
 from optim.inner.delay_compensation import AdaptiveBraking, SpikeCompensation, WeightPrediction
 from optim.inner.eight_bit import EightBitAdamW
@@ -79,7 +79,7 @@ Component = TypeVar("Component")
 ReadOptions = Mapping[str, Scalar | OptionSchedule]  # of one component
 
 _INNER_RULES: Final[tuple[type[InnerUpdateRule], ...]] = (
-    *(AdamW, EightBitAdamW, Muon, QuasiHyperbolic, AccumulatingAdamW, GrowingBatch),
+    *(AdamW, EightBitAdamW, Muon, QuasiHyperbolic, AccumulatingAdamW, PrimalAveraging, GrowingBatch),
     *(GradientAccumulator, LookaheadAccumulator),
     *(AdaptiveBraking, SpikeCompensation, WeightPrediction),
 )

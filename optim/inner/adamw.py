@@ -1,4 +1,4 @@
-"""AdamW and two variants of it.
+"""AdamW and three variants of it.
 
 AdamW (arXiv 1711.05101) is written out here because torch.optim imports torch's compiler at its first use, which costs
 a second at each restart of a trainer.
@@ -14,6 +14,11 @@ of one peer is small, and the squares of its noisy gradients make v too large: n
 would see n times less of that noise. So each step looks at the moments as they would become, but they change only every
 s-th step, by the mean gradient of those s; s should grow with the number of peers. (The public helper also swaps the
 groups of weight decay, so that it decays everything but the matrices; here it is the matrices.)
+
+PrimalAveraging trains one sequence of weights and keeps the running mean of them, at which a model is judged and from
+which a contribution is measured (GPA, arXiv 2512.17131). For one peer it does at every step what DiLoCo's outer
+momentum does every H steps: mu_x = 0.9^(1/H), so 0.9967 stands for 32 steps and forgets in about 300. A short run wants
+a smaller one.
 """
 
 import math
@@ -133,3 +138,42 @@ class AccumulatingAdamW(InnerUpdateRule):
             first.lerp_(mean, 1 - step.beta1)
             second.mul_(step.beta2).addcmul_(mean, mean, value=1 - step.beta2)
             accumulated.zero_()
+
+
+LEAD = "lead"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PrimalAveraging(InnerUpdateRule):
+    """AdamW whose iterates are averaged at every step: generalized primal averaging (arXiv 2512.17131).
+
+        g at y = mu_y * x + (1 - mu_y) * z
+        m <- beta1 * m + (1 - beta1) * g;  v <- beta2 * v + (1 - beta2) * g^2
+        z <- z * (1 - rate * weight_decay)            matrices only
+        z <- z - rate * m' / (sqrt(v') + eps)
+        x <- mu_x * x + (1 - mu_x) * z
+
+    where x' = x / (1 - beta^count). The weights of the model are x; the state has z - x, so z follows the anchor when
+    x moves there. mu_x = 0 is AdamW.
+    """
+
+    kind: ClassVar[str] = "gpa"
+    is_elementwise: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
+    vectors: ClassVar[tuple[str, ...]] = (FIRST_MOMENT, SECOND_MOMENT, LEAD)
+
+    mu_x: float = Field(default=0.9967, ge=0, lt=1, description="share of the mean that a step keeps")
+    mu_y: float = Field(default=0.7, ge=0, le=1, description="share of the mean in the weights of the gradient")
+
+    def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:
+        first, second, lead = vectors[FIRST_MOMENT], vectors[SECOND_MOMENT], vectors[LEAD]
+        for start, stop in step.matrix_spans:
+            lead[start:stop].sub_(weights[start:stop] + lead[start:stop], alpha=step.rate * step.weight_decay)
+        first.lerp_(gradient, 1 - step.beta1)
+        spread = update_second_moment(second, gradient, step)
+        lead.addcdiv_(first, spread, value=-step.rate / (1 - step.beta1 ** (step.count + 1)))
+        weights.add_(lead, alpha=1 - self.mu_x)
+        lead.mul_(self.mu_x)
+
+    def lookahead_weights(self, weights: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> Tensor | None:
+        return weights.add(vectors[LEAD], alpha=1 - self.mu_y) if self.mu_y < 1 else None

@@ -82,6 +82,7 @@ class InnerUpdateRule(ABC):
     vectors: ClassVar[tuple[str, ...]] = ()
     is_elementwise: ClassVar[bool] = False  # True: a step may be made slab by slab
     is_per_tensor: ClassVar[bool] = False  # True: it may be made tensor by tensor
+    looks_ahead: ClassVar[bool] = False  # True: the gradient is taken at other weights than the model's
 
     @abstractmethod
     def step(self, weights: Tensor, gradient: Tensor, vectors: Mapping[str, Tensor], step: InnerStep) -> None:

@@ -93,6 +93,7 @@ class WeightPrediction(_MomentumRule):
     """
 
     kind: ClassVar[str] = "weight-prediction"
+    looks_ahead: ClassVar[bool] = True
 
     delay: int = Field(default=1, ge=0, le=1000, description="steps by which gradients are late")
 

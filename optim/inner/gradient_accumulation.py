@@ -37,6 +37,7 @@ class LookaheadAccumulator(InnerUpdateRule):
     """
 
     kind: ClassVar[str] = "gathering-ahead"
+    looks_ahead: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = True
     vectors: ClassVar[tuple[str, ...]] = (GRADIENT_SUM, MOMENTUM)
 

@@ -174,11 +174,19 @@ def test_error_of_method_or_model_names_the_file_and_the_line(old: str, new: str
     ("recipe", "table", "message"),
     [
         ("noloco", "", "pipeline.stages: peers of topology 'groups' have anchors of their own"),
+        (
+            "diloco",
+            '[method.inner]\nkind = "gpa"',
+            "method.inner: 'gpa' takes its gradient at other weights than a stage",
+        ),
+        ("distro", "", "method.inner: 'gathering-ahead' takes its gradient at other weights than a stage"),
         ("diloco", "[audits]\nshare = 0.1", "audits.share: a stage's contributions hold microbatches of other peers"),
         ("diloco", "[method.schedule]\nfragments = 2", "schedule.fragments = 2: the model has 1 block"),
     ],
 )
-def test_pipelines_exclude_groups_audits_and_more_fragments_than_blocks(recipe: str, table: str, message: str) -> None:
+def test_pipelines_exclude_groups_audits_lookahead_and_more_fragments_than_blocks(
+    recipe: str, table: str, message: str
+) -> None:
     text = TOML.format(recipe=recipe, tables=f"[pipeline]\nstages = 4\nmicrobatch = 1\n{table}")
     manifest = parse_manifest(text.replace("layers = 4", "layers = 4\ntied = false").encode(), "test")
     with pytest.raises(ManifestError) as caught:
