@@ -22,18 +22,57 @@ from node.simulation.comparison import RecipeResults
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "results" / "README.md"
-OLD_DATES: Final = {"recipes.json": "2026-11-27", "liars.json": "2026-11-27", "activations.json": "2026-11-27"}
+OLD_DATES: Final = {
+    **dict.fromkeys(("recipes.json", "liars.json", "activations.json"), "2026-11-27"),
+    "rl.json": "2026-11-28",
+}
 HASH_CHARACTERS: Final = 10
 ATTACKS_THAT_ARE_NONE: Final = ("clean", "absent", "unequal data")
 HEAD: Final = """# The questions, and the figures
 
 Each figure is made from a file of recorded results by `python -m benchmarks.results_page`. The pages that a row names
 say what was run, what else was tried, and what a figure does not show; [benchmarks.md](benchmarks.md) lists every
-script, and how to read the figures.
+script, and how to read the figures; [failed.md](failed.md) has a paragraph for each trial that failed.
 
 | question | figure | command, and when | more |
 |---|---|---|---|
 """
+OPEN_HEAD: Final = """
+## Asked, and not recorded yet
+
+| question | what is known, and what is missing |
+|---|---|
+"""
+OPEN: Final = (
+    (
+        "Does the gap to data parallel shrink with the size of the model?",
+        "[Three lengths of one method](frugal.md#the-gap-to-data-parallel-by-length) at 0.8 million parameters, and "
+        "the two lengths above. A law needs 0.8, 3 and 10 million parameters, tuned at each size, at three lengths and "
+        "with three seeds. A run of 500 steps takes 5 to 9 minutes of a core at 0.8 million and more than an hour at "
+        "10, so that is days (`python benchmarks/horizon.py`). Until then `murmur recipes` advises by links and length",
+    ),
+    (
+        "When does `diloco` beat peers that never exchange?",
+        "From a warm start it does after 250 steps (+7.7% and +17.7%), from scratch not in 500: a momentum of 0.9 "
+        "needs some 50 rounds, and 500 steps are 20. A run of 5,000 steps takes an hour or two of a core for each "
+        "method, rate and seed at 0.8 million parameters",
+    ),
+    (
+        "How busy are unequal peers in a pipeline?",
+        "[0.69 of the ideal at speeds 1:2:4:8](pipelines.md#routing-over-real-connections), 0.90 at equal ones; "
+        "`python benchmarks/pipeline.py` writes no file, and wants idle cores",
+    ),
+    (
+        "What does an adapter lose in a swarm?",
+        "`python -m benchmarks.adapters` compares it with PEFT on the same tokens (five minutes a seed on two idle "
+        "cores); no run is recorded",
+    ),
+    (
+        "How fast is a peer on a card, and how much of the card's peak does it use?",
+        "[One H200 at 85 million parameters](devices.md#a-gpu), 2026-11-26. `python -m benchmarks.card` has the other "
+        "sizes in its queue, and needs a card",
+    ),
+)
 Data = Any
 
 
@@ -92,6 +131,39 @@ def answer_worse_than_local(data: Data) -> str:
         worse = sum(loss > losses["local"] for loss in losses.values())
         counts.append(f"{worse} of {len(losses)} {'from scratch' if setting == 'scratch' else 'from a warm start'}")
     return ", ".join(counts)
+
+
+def answer_lengths(data: Data) -> str:
+    """Return gaps to data parallel after a fifth of the run, at the best rate of each, and at its end."""
+    runs = [run for run in data["runs"].values() if run["setting"] == "grid"]
+    first: dict[str, float] = {}
+    for run in runs:
+        loss = float(run["outcome"]["validation_loss"])
+        first[run["name"]] = min(loss, first.get(run["name"], loss))
+    last = losses_of(data)
+    names = ("frugal 1", "frugal", "averaging muon", "averaging", "diloco", "local")
+    return "; ".join(
+        f"`{name}` {first[name] / first['data-parallel'] - 1:+.1%} and {last[name] / last['data-parallel'] - 1:+.1%}"
+        for name in names
+    )
+
+
+def answer_merge(data: Data) -> str:
+    rival = data["costs"]["hivemind_8bit"]
+    return "; ".join(
+        f"{what}: {cost['cpu_seconds'] / rival['cpu_seconds']:.2f} of its CPU-seconds, "
+        f"{cost['bytes'] / rival['bytes']:.2f} of its bytes"
+        for what, name in (("strangers", "ours_dense"), ("peers that trust one another", "ours_trusted"))
+        if (cost := data["costs"].get(name))
+    )
+
+
+def answer_rl(data: Data) -> str:
+    return "; ".join(
+        f"`{run['task']}`, seed {run['seed']}: {run['before']:.2f} to {run['after']:.2f} in {run['updates']} updates, "
+        f"without them {run['control']:.2f}"
+        for run in data["runs"]
+    )
 
 
 def answer_attacks(data: Data) -> str:
@@ -179,6 +251,18 @@ QUESTIONS: Final = (
         RECIPES, answer_worse_than_local, "python benchmarks/recipes.py", "recipes.md",
     ),
     Question(
+        "Does the gap to data parallel close with the length of a run (after 100 and after 500 steps)?",
+        RECIPES, answer_lengths, "python benchmarks/recipes.py", "frugal.md",
+    ),
+    Question(
+        "What does a dense merge of four peers cost, with hivemind's averager in 8 bits as 1?",
+        "docs/results/merge.json", answer_merge, "python benchmarks/sync.py --record", "merge.md",
+    ),
+    Question(
+        "Does reinforcement learning from scores raise the reward?",
+        "docs/results/rl.json", answer_rl, "python -m benchmarks.rl --local", "rl.md",
+    ),
+    Question(
         "How fast is a step, with a plain torch loop as 1?",
         "docs/results/device.json", answer_step, "python -m benchmarks.device", "devices.md",
     ),
@@ -199,7 +283,8 @@ QUESTIONS: Final = (
 
 def make_page(root: Path = ROOT) -> str:
     """Return the page of the results that are recorded."""
-    return HEAD + "".join(line for question in QUESTIONS for line in make_row(question, root))
+    rows = [line for question in QUESTIONS for line in make_row(question, root)]
+    return "".join((HEAD, *rows, OPEN_HEAD, *(f"| {question} | {state} |\n" for question, state in OPEN)))
 
 
 def make_row(question: Question, root: Path = ROOT) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """One merge of a vector among four peers on this machine: ours beside hivemind's averager and torch's gloo.
 
-    python benchmarks/sync.py [--numel 25000000] [--turns 5] [--only NAME ...] [--json]
+    python benchmarks/sync.py [--numel 25000000] [--turns 5] [--only NAME ...] [--json] [--record]
 
 Every peer is a process of its own and starts from its own fp32 vector. All peers of all kinds live at once and take
 turns on the same cores; each figure is the median over the turns. A turn contains:
@@ -16,24 +16,31 @@ turns on the same cores; each figure is the median over the turns. A turn contai
 
 `seconds`: from the order to the last of the four peers. `cpu_seconds`: of all processes of all four. `bytes`: what a
 peer sends, by the counter of the loopback device. `relative_error`: to the exact mean. Takes 2 minutes on two cores.
-Exit code 1 where a target is missed: ours_dense at most 0.7 of hivemind_8bit's seconds and CPU-seconds at a lower
-error, ours_sparse at most 0.15 of its seconds.
+`--record` writes docs/results/merge.json, with date, commit and load of the machine. Exit code 1 where a target is
+missed: ours_dense at most 0.7 of hivemind_8bit's seconds and CPU-seconds at a lower error, ours_sparse at most 0.15 of
+its seconds.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 import psutil
 
 from benchmarks.merge.worker import SilentError, Team, Worker, to_command_line
+from benchmarks.revision import commit
+from node.run_dir import write_atomically
 
+RESULTS: Final = Path(__file__).parents[1] / "docs" / "results" / "merge.json"
 PEERS = 4
 PREPARE_SECONDS = 40.0  # in which hivemind sometimes finds no group
 GLOO_PORT = 29_640
@@ -63,10 +70,31 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--record", action="store_true", help="write docs/results/merge.json")
     options = parser.parse_args()
     costs = measure(options.only, options.numel, options.turns)
+    if options.record:
+        record(costs, options.numel, options.turns)
     print(json.dumps({name: asdict(cost) for name, cost in costs.items()}) if options.json else table(costs))
     return int(not all(reached(costs)))
+
+
+def record(costs: Mapping[str, Cost], numel: int, turns: int) -> None:
+    """Write the costs to the file of results; seconds tell little where the load is above the number of cores."""
+    found = {
+        "command": "python benchmarks/sync.py --record",
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[1], 1),
+        "cores": os.cpu_count(),
+        "values": numel,
+        "turns": turns,
+        "costs": {
+            name: {figure: float(f"{value:.4g}") for figure, value in asdict(cost).items()}
+            for name, cost in costs.items()
+        },
+    }
+    write_atomically(RESULTS, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def measure(names: Sequence[str], numel: int, turns: int) -> dict[str, Cost]:

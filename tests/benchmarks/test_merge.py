@@ -1,11 +1,13 @@
 """The merges that are measured side by side: the same vectors, and the exact mean to compare with."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import arithmetic, beside, sync
+from benchmarks import arithmetic, beside, results_page, sync
 from benchmarks.links import DEMO
 from benchmarks.merge.random_vectors import BLOCK, random_vector, relative_error
 from benchmarks.merge.training_step import Stepper
@@ -39,6 +41,15 @@ def test_a_target_is_missed_by_what_is_slower_or_worse() -> None:
 
 def test_the_median_is_of_each_figure_by_itself() -> None:
     assert sync.median([Cost(1, 6, 1, 1), Cost(2, 5, 1, 1), Cost(3, 4, 9, 1)]) == Cost(2, 5, 1, 1)
+
+
+def test_costs_are_recorded_with_commit_date_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "RESULTS", tmp_path / "merge.json")
+    sync.record({"ours_dense": Cost(1.23456, 2, 3, 0.01)}, 1000, 4)
+    found = json.loads((tmp_path / "merge.json").read_text())
+    assert found["costs"]["ours_dense"]["seconds"] == 1.235 and found["turns"] == 4
+    assert {"commit", "date", "load", "cores"} <= set(found)
+    assert set(json.loads((results_page.ROOT / "docs" / "results" / "merge.json").read_text())) == set(found)
 
 
 def test_a_thread_is_on_its_cores_for_as_long_as_it_is_told() -> None:

@@ -66,6 +66,20 @@ def test_figure_follows_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("question", page.QUESTIONS, ids=lambda question: question.text[:30])
 def test_command_of_each_question_is_a_script(question: page.Question) -> None:
-    named = question.command.removeprefix("python ").removeprefix("-m ").replace(".py", "").replace(".", "/")
+    script = question.command.removeprefix("python ").removeprefix("-m ").split()[0]
+    named = script.replace(".py", "").replace(".", "/")
     path = page.ROOT / f"{named}.py"
     assert path.exists() or Path(question.file).name in LATE
+
+
+def test_questions_without_a_record_say_what_is_missing(tmp_path: Path) -> None:
+    made = page.make_page(tmp_path)
+    assert made.count("| ") and all(f"| {question} | {state} |" in made for question, state in page.OPEN)
+    recorded = {question.text for question in page.QUESTIONS}
+    assert not recorded & {question for question, _ in page.OPEN}
+
+
+def test_merge_is_compared_with_the_averager_of_its_own_run() -> None:
+    costs = {"cpu_seconds": 3.0, "bytes": 60.0}, {"cpu_seconds": 4.0, "bytes": 40.0}
+    found = page.answer_merge({"costs": {"ours_dense": costs[0], "hivemind_8bit": costs[1]}})
+    assert found == "strangers: 0.75 of its CPU-seconds, 1.50 of its bytes"
