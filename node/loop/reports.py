@@ -77,8 +77,10 @@ def split(target: SyncTarget) -> LoopAction:
     return ReportRecovered("split", line)
 
 
-def waiting(present: int, ready: int, needed: int) -> str:
-    """Return the reason for which a run does not begin."""
+def waiting(present: int, ready: int, needed: int, *, has_begun: bool) -> str:
+    """Return the reason for which a run does not begin, or for which a peer that is alone does not go on."""
+    if has_begun:
+        return "none of the others is here yet"
     starting = "" if ready == present else f", {ready} of them ready to train"
     return f"{present} of {needed} peers are here{starting}; the run begins with {needed}"
 

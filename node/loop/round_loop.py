@@ -317,7 +317,8 @@ class RoundLoop:
         is_alone = not self._snapshot.trainers - {self._peer_id}
         is_patient = self.chain.round == 0 or is_alone and (self._patience_ends is None or now < self._patience_ends)
         if present < needed and is_patient:
-            self._actions.report_phase("waiting for peers", reports.waiting(here, present, needed))
+            reason = reports.waiting(here, present, needed, has_begun=self.chain.round > 0)
+            self._actions.report_phase("waiting for peers", reason)
             return not self._syncing.is_asking and self._syncing.is_behind(now) and self._begin_sync(now)
         self._stage, self._patience_ends = "running", None
         return True
