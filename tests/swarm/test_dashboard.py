@@ -167,6 +167,7 @@ def screenshots(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.nightly  # test_browser.py opens the page of every moment, test_page_of_up.py that of a real swarm
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     browser_path()
     pictures = screenshots(tmp_path)

@@ -34,6 +34,7 @@ from optim.compose import compose
 from protocol.blobs.blob import Blob
 from protocol.errors import DataError, MurmurError
 from tests.node.trainer.process_harness import DEADLINE, ProcessHarness
+from tests.slices import nightly
 from tests.swarm.processes import open_shared_memory
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ async def step_now(bench: ProcessHarness) -> int:
     return (await bench.until(Snapshotted)).step
 
 
-@pytest.mark.parametrize(("ahead", "last_step"), [(10, 20), (0, 10), (4, 14)])
+@pytest.mark.parametrize(("ahead", "last_step"), [(0, 10), (4, 14), *nightly([(10, 20)])])
 async def test_a_message_on_its_way_holds_training_only_so_far(make: Make, ahead: int, last_step: int) -> None:
     bench = make(inner_steps=10, ahead=ahead)
     await bench.trainer.start()

@@ -16,6 +16,7 @@ from tests.protocol.pipeline.virtual.attackers import (
     trusts_gradients_without_forwards,
     waits_as_long_as_owners_ask,
 )
+from tests.slices import sliced
 
 SECONDS = 200.0
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -37,7 +38,7 @@ def test_stranger_takes_less_than_a_fifth_of_the_pace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_standing", [True, False])
+@pytest.mark.parametrize("has_standing", sliced([True, False], 1))
 def test_withheld_backwards_are_counted_and_their_owners_turned_away(has_standing: bool) -> None:
     """Without known standing each owner is judged by itself."""
     world, honest = Withholders(), Withholders(is_attacked=False)

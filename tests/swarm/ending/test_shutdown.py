@@ -219,7 +219,7 @@ def test_nothing_is_left_of_a_swarm(tmp_path: Path, world: str, number: signal.S
         assert "resumes the run" in up.output().replace("\n", "")
 
 
-@pytest.mark.parametrize("cycles", [2, *nightly([4])])
+@pytest.mark.parametrize("cycles", nightly([2, 4]))
 @pytest.mark.timeout(300)
 def test_up_and_stop_again_and_again(tmp_path: Path, world: str, cycles: int) -> None:
     run = write_run(tmp_path, manifest_with(target={"rounds": ENDLESS}))
