@@ -13,8 +13,8 @@ where whole runs were made at several (`--factor`), those decide.
 All of it takes some seven hours of two cores, and may be made in pieces: each run is added to
 benchmarks/results/recipes.json as soon as it is done, with the commit and the machine it was made on, and what stands
 there is not made again. Several of these commands may add to one file. `--minutes` begins no run after so many;
-`--report` begins none: it prints tables of what is there, puts them and two plots into the documentation, and says what
-is missing.
+`--report` begins none: it prints tables of what is there, puts them and two plots into the documentation, writes the
+losses by which `murmur recipes --for` advises, and says what is missing.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from benchmarks import comparison_tables
 from benchmarks.comparison_tables import BASELINES
 from benchmarks.revision import commit
 from node.data import Corpus, open_corpus
+from node.model import shape_table
 from node.run_dir import write_atomically
 from node.simulation.comparison import (
     DATA_PARALLEL,
@@ -62,6 +63,7 @@ from protocol.manifest.run import Manifest
 
 HOME: Final = Path(__file__).parent
 RESULTS: Final = HOME / "results" / "recipes.json"
+ADVICE: Final = HOME.parent / "node" / "commands" / "recipe_losses.json"
 PEERS, STEPS, BATCH = 8, 500, 1024
 MEGABITS, LATENCY = 20, 0.05
 POINTS = 10
@@ -272,14 +274,14 @@ class Ledger:
     def best_factor(self, name: str) -> float:
         """Of whole runs from scratch, where several were made; else of the grid, where it is clearly better than 1;
         otherwise 1."""
-        whole, tried = (self._losses(name, setting) for setting in ("scratch", "grid"))
+        whole, tried = (self.losses(name, setting) for setting in ("scratch", "grid"))
         if len(whole) > 1:
             return min(whole, key=whole.__getitem__)
         best = min(tried, key=tried.__getitem__, default=1.0)
         return best if tried.get(best, math.inf) < CLEARLY * tried.get(1.0, math.inf) else 1.0
 
-    def _losses(self, name: str, setting: str) -> dict[float, float]:
-        """By factor, of the first seed."""
+    def losses(self, name: str, setting: str) -> dict[float, float]:
+        """Return the losses of the first seed by factor."""
         found = [run for run in self.runs.values() if (run["name"], run["setting"], run["seed"]) == (name, setting, 0)]
         return {float(run["factor"]): float(run["outcome"]["validation_loss"]) for run in found}
 
@@ -293,6 +295,24 @@ class Ledger:
             if outcomes:
                 series.append(RecipeResults(name, outcomes))
         return Comparison(tuple(series))
+
+
+def losses_for_advice(ledger: Ledger) -> dict[str, Any]:
+    """Return the losses by which `murmur recipes --for` advises, over data parallel's, less 1."""
+    whole = {results.name: results.loss for results in ledger.comparison("scratch", [LOCAL, *RECIPES]).recipes}
+    base, first = whole[DATA_PARALLEL], min(ledger.losses(DATA_PARALLEL, "grid").values())
+
+    def early(name: str) -> float | None:
+        found = ledger.losses(name, "grid")
+        return round(min(found.values()) / first - 1, 4) if found else None
+
+    return {
+        "parameters": shape_table(load_manifest(HOME.parent / "configs" / "demo.toml").model).numel,
+        "steps": STEPS,
+        "early_steps": LENGTHS["grid"],
+        "tokens": PEERS * STEPS * BATCH,
+        "losses": {name: {"early": early(name), "end": round(whole[name] / base - 1, 4)} for name in sorted(whole)},
+    }
 
 
 def _outcome(values: dict[str, Any]) -> SimulationResult:
@@ -355,6 +375,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     if words.report:
         comparison_tables.publish(settings)
+        ADVICE.write_text(json.dumps(losses_for_advice(ledger), indent=1) + "\n")
     there = sum(job.key in ledger.runs for job in jobs)
     sys.stderr.write(f"{there} of {len(jobs)} runs are there\n")
     return 0

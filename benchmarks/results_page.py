@@ -49,7 +49,8 @@ OPEN: Final = (
         "[Three lengths of one method](frugal.md#the-gap-to-data-parallel-by-length) at 0.8 million parameters, and "
         "the two lengths above. A law needs 0.8, 3 and 10 million parameters, tuned at each size, at three lengths and "
         "with three seeds. A run of 500 steps takes 5 to 9 minutes of a core at 0.8 million and more than an hour at "
-        "10, so that is days (`python benchmarks/horizon.py`). Until then `murmur recipes` advises by links and length",
+        "10, so that is days (`python benchmarks/horizon.py`). Until then `murmur recipes --for RUN.toml` advises by "
+        "links and by the losses at this size",
     ),
     (
         "When does `diloco` beat peers that never exchange?",

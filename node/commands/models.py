@@ -232,12 +232,26 @@ def sim(
 def recipes(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="one recipe in full")] = None,
     parts: Annotated[bool, typer.Option("--parts", help="the parts of all recipes, for a wide terminal")] = False,
+    run: Annotated[
+        Path | None, typer.Option("--for", metavar="RUN.toml", help="advise a recipe for this run and its peers")
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="with --for: the peers, as for `murmur plan`")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the training methods: which to take, how each works, its parts."""
-    from node.commands.recipe_list import show_recipes
+    from node.commands.recipe_list import advise, show_recipes
 
-    show_recipes(name, as_json, parts)
+    if run is None:
+        if peers is not None:
+            raise UsageError("--peers needs --for RUN.toml")
+        show_recipes(name, as_json, parts)
+        return
+    if name is not None or parts:
+        raise UsageError("--for advises among all recipes; leave out NAME and --parts")
+    with loading():
+        advise(run, peers, as_json)
 
 
 COMMANDS = (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import recipes
 from benchmarks import results_page as page
 
 # Scripts of these record point by point, so the page may be older than the file.
@@ -83,3 +84,8 @@ def test_merge_is_compared_with_the_averager_of_its_own_run() -> None:
     costs = {"cpu_seconds": 3.0, "bytes": 60.0}, {"cpu_seconds": 4.0, "bytes": 40.0}
     found = page.answer_merge({"costs": {"ours_dense": costs[0], "hivemind_8bit": costs[1]}})
     assert found == "strangers: 0.75 of its CPU-seconds, 1.50 of its bytes"
+
+
+def test_losses_of_the_advice_are_those_that_are_recorded() -> None:
+    made = recipes.losses_for_advice(recipes.Ledger(recipes.RESULTS))
+    assert json.loads(recipes.ADVICE.read_text()) == made, "python benchmarks/recipes.py --report"

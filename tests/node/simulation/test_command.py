@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.commands.recipe_list import RECORDED, format_list, show_recipes
+from node.commands.recipe_list import LOSSES, RECORDED, Advice, advise, format_list, rank, show_recipes
 from node.commands.recipes import describe_recipe, format_recipe
 from node.simulation import command
 from node.simulation.adversary import Adversaries
@@ -243,3 +243,46 @@ def test_option_that_changes_over_rounds_is_shown_as_its_schedule(capsys: pytest
     }  # fmt: skip
     show_recipes(None, False, parts=True)
     assert re.search(r"sparseloco-warm +int8 then topk \+ residual", capsys.readouterr().out)
+
+
+DEMO = Path(__file__).parents[3] / "configs" / "demo.toml"
+RACK = """[[peer]]
+name = "rack"
+count = 8
+tflops = 0.002
+up = "100gbit"
+down = "100gbit"
+memory = "80GB"
+device = "cpu"
+"""
+
+
+def test_advice_is_the_least_loss_that_keeps_typical_peers_busy(capsys: pytest.CaptureFixture[str]) -> None:
+    advise(DEMO, None, False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "take frugal for demo: typical volunteers compute 100% of the time"
+    assert max(map(len, lines)) <= 80 and "peers that never exchange" in " ".join(lines)
+    assert any(line.startswith("frugal") and line.endswith("(the run's own)") for line in lines)
+    assert not any(line.startswith("data-parallel") for line in lines), "its peers would wait most of the time"
+
+
+def test_advice_follows_the_peers_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "peers.toml").write_text(RACK)
+    advise(DEMO, tmp_path / "peers.toml", True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["take"] in ("data-parallel", "qsdp", "one-bit-adam", "backup-workers")
+    assert found["recipes"][0]["busy"] >= 0.9
+    assert found["parameters"] == found["recorded"]["parameters"] == 824_448
+
+
+def test_recipes_that_leave_peers_idle_are_advised_last() -> None:
+    best, idle, worse = Advice("b", 0.95, None, 0.3), Advice("i", 0.4, 0.0, 0.0), Advice("w", 0.99, 0.1, 0.5)
+    assert rank([idle, worse, best]) == [best, worse, idle]
+    slow = [replace(each, busy=each.busy / 2) for each in (idle, worse, best)]
+    assert [each.recipe for each in rank(slow)] == ["b", "w", "i"], "of what the busiest reaches"
+
+
+def test_losses_of_the_advice_are_of_recipes() -> None:
+    known = json.loads(LOSSES.read_text())
+    assert {*known["losses"]} <= {*RECIPES, "local"} and known["losses"]["data-parallel"]["end"] == 0
+    assert known["losses"]["frugal"]["end"] < known["losses"]["local"]["end"]
