@@ -134,6 +134,7 @@ StageEvent = (
     | owner_events.OutcomeReceived
     | owner_events.Invited
     | owner_events.ReleaseFailed
+    | owner_events.Probed
     | server_events.InputsFetched
     | server_events.InputMissing
     | server_events.Computed
@@ -200,6 +201,7 @@ StageAction = (
     | ReportRefused
     | owner_events.Ask
     | owner_events.Release
+    | owner_events.Probe
     | owner_events.StageEmpty
     | owner_events.WrongResult
     | owner_events.ResultsDiffer

@@ -98,6 +98,7 @@ class StageLoop:
                 | owner_events.OutcomeReceived()
                 | owner_events.Invited()
                 | owner_events.ReleaseFailed()
+                | owner_events.Probed()
             ):
                 self._follow(self.owner.handle(event, now), now)
             case (

@@ -338,6 +338,13 @@ class PipelineWorld(StageWorld):
 
         self.clock.schedule(self._delay(sender, peer), arrive)
 
+    def probe(self, sender: StageProcess, peer: PeerId, stage: int) -> None:
+        def arrive() -> None:
+            probed = owner_events.Probed(peer, stage, answers=self.find(peer) is not None)
+            self.clock.schedule(self._delay(sender, peer), partial(sender.post, probed))
+
+        self.clock.schedule(self._delay(sender, peer), arrive)
+
     def fetch(self, receiver: StageProcess, held: HeldBlob, arrive: Callable[[StageProcess | None], None]) -> None:
         if self.find(held.holder) is None:
             self.clock.schedule(self.network.latency, partial(arrive, None))

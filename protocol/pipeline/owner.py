@@ -38,6 +38,8 @@ from protocol.pipeline.owner_events import (
     OutcomeReceived,
     OwnerCounts,
     PeersChanged,
+    Probe,
+    Probed,
     Release,
     ReleaseFailed,
     ResultsDiffer,
@@ -229,6 +231,9 @@ class Owner:
                 self._changed.add(stage)
             case ReleaseFailed():
                 self._releases.add(event.stage, event.peer, event.serials, now)
+            case Probed():
+                self._routers[event.stage].record_probe(event.peer, event.answers, now)
+                self._changed.add(event.stage)
         self._serve_changed(now)
         return self._take_actions()
 
@@ -334,6 +339,8 @@ class Owner:
                 left.append(microbatch.serial)
         self._waiting[stage] = left
         self._timers.wake(stage, router.wake_time(now) if left else None)
+        self._actions += [Probe(peer, stage) for peer in router.take_probes(now)]
+        self._timers.wake(stage, router.probe_time(now))
 
     def _open_request(self, microbatch: OwnedMicrobatch, stage_pass: StagePass, peer: PeerId, now: float) -> None:
         microbatch.attempt += 1
@@ -389,6 +396,7 @@ class Owner:
             return
         if found is not None:
             self._routers[stage].record_answer(peer, max(0.0, now - found[1].sent))
+            self._changed.add(stage)
         self._routers[stage].record_rate(peer, answer.rate)
         self._record_life(stage, peer, answer.life, now)
         if found is None or answer.life < self._lives[stage, peer]:
@@ -452,7 +460,8 @@ class Owner:
 
     def _on_failure(self, event: AskFailed, now: float) -> None:
         stage = self._stage_of[event.task.run]
-        until = self._routers[stage].record_failure(event.peer, now)
+        until = self._routers[stage].record_silence(event.peer, now)
+        self._changed.add(stage)
         if self._is_audit(event.peer, event.task):
             self._on_audit_answer(event.peer, event.task.serial, None, now)
             return

@@ -35,7 +35,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class AskFailed:
-    """An Ask without an answer; `unreachable`: the peer cannot have received it."""
+    """An Ask without an answer; `unreachable`: the peer is out of reach or refuses the call, so it has no new task."""
 
     peer: PeerId
     task: Task
@@ -67,7 +67,16 @@ class ReleaseFailed:
     serials: frozenset[int]
 
 
-Event = PeersChanged | Answered | AskFailed | OutcomeReceived | Invited | ReleaseFailed
+@dataclass(frozen=True)
+class Probed:
+    """The end of a Probe."""
+
+    peer: PeerId
+    stage: int
+    answers: bool
+
+
+Event = PeersChanged | Answered | AskFailed | OutcomeReceived | Invited | ReleaseFailed | Probed
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,14 @@ class Release:
     peer: PeerId
     stage: int
     serials: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Find out whether a server answers, by a Release of nothing within `ASK_SECONDS`; answer with Probed."""
+
+    peer: PeerId
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,7 @@ class ResultsDiffer:
     results: tuple[SignedResult, ...]
 
 
-Action = Ask | Release | Finished | StageEmpty | WrongResult | ResultsDiffer
+Action = Ask | Release | Probe | Finished | StageEmpty | WrongResult | ResultsDiffer
 
 
 @dataclass

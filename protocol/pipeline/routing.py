@@ -13,6 +13,10 @@ microbatch has two tasks at a stage, and a task takes two round trips. A busy pe
 invites us or its pause has passed; an unreachable one is banned for 5 s, doubling to 5 minutes. If all peers
 are banned, bans do not count.
 
+Announcing a server costs a stranger nothing, and a task for one that does not answer holds up its step. So while some
+peers of a stage answer, one that has answered no call of this node yet, or not the last one, is probed once its ban has
+passed, and gets tasks when it has answered.
+
 Two peers that are both hidden behind NAT cannot exchange activations (see `protocol.transport.nat`). So a microbatch
 that comes from a hidden peer, or returns to one, goes to a peer that others can call, and waits while that peer is
 busy. If the stage has no such peer, a hidden one gets it anyway.
@@ -31,6 +35,7 @@ from protocol.recent import RecentTable
 
 FIRST_BAN_SECONDS, MAX_BAN_SECONDS = 5.0, 300.0
 AHEAD_SECONDS = 1.0  # of work that a peer holds in addition to the round trips
+MAX_PROBES = 16  # at a time at one stage
 REPORT_SECONDS = 10.0  # between two reports of a stage without peers
 CREDIT_SECONDS = 2.0  # of missed work that a peer may catch up on after it was busy or banned
 SMOOTHING = 0.25
@@ -45,7 +50,10 @@ REMEMBERED_LOSSES = 1024  # peers
 
 @dataclass(frozen=True)
 class StagePeer:
-    """A live peer of a stage, as its record shows it; rate 0 is unknown, and hidden peers cannot be called."""
+    """A live peer of a stage, as its record shows it; rate 0 is unknown, and hidden peers cannot be called.
+
+    `answers`: it has answered this node's last call.
+    """
 
     peer: PeerId
     life: int
@@ -53,6 +61,7 @@ class StagePeer:
     rate: float = 0.0
     draining: bool = False
     hidden: bool = False
+    answers: bool = True
 
 
 @dataclass
@@ -69,11 +78,18 @@ class _Route:
     banned_until: float = 0.0
     busy_until: float = 0.0
     invited: float = -math.inf  # when the peer last invited us
+    answers_node: bool = False  # as `StagePeer.answers` says
+    answers_owner: bool = False  # it answered the last task or probe
+    is_probed: bool = False
 
     @property
     def rate(self) -> float:
         """Return the reported rate, as far as this owner believes it."""
         return max(MIN_RATE, min(self.reported, BELIEF * self.measured)) if self.measured else self.reported
+
+    @property
+    def answers(self) -> bool:
+        return self.answers_node or self.answers_owner
 
     @property
     def limit(self) -> int:
@@ -126,6 +142,7 @@ class Router:
         for peer, entry in listed.items():
             if peer not in self._routes:
                 self._enter(peer, entry.rate, start)
+            self._routes[peer].answers_node = entry.answers
 
     def _enter(self, peer: PeerId, rate: float, start: float) -> None:
         route = self._away.pop(peer, None) or _Route(self._seed_rate(rate), start, self._rng.random())
@@ -171,6 +188,7 @@ class Router:
         if beside_hidden:
             wanted = {peer: route for peer, route in wanted.items() if peer not in self._hidden} or wanted
         wanted = {peer: route for peer, route in wanted.items() if self._loss_until(peer) <= now} or wanted
+        wanted = {peer: route for peer, route in wanted.items() if route.answers} or wanted
         reachable = {peer: route for peer, route in wanted.items() if route.banned_until <= now} or wanted
         return {
             peer: route
@@ -183,6 +201,37 @@ class Router:
         times = [time for route in self._routes.values() for time in (route.busy_until, route.banned_until)]
         times += map(self._loss_until, self._routes)
         return min((time for time in times if time > now), default=None)
+
+    def take_probes(self, now: float) -> list[PeerId]:
+        """Return the peers to probe now: those that do not answer, while another one does."""
+        room = MAX_PROBES - sum(route.is_probed for route in self._routes.values())
+        due = [(route.failures, peer) for peer, route in self._unprobed().items() if route.banned_until <= now]
+        chosen = [peer for _, peer in sorted(due)[: max(0, room)]]
+        for peer in chosen:
+            self._routes[peer].is_probed = True
+        return chosen
+
+    def probe_time(self, now: float) -> float | None:
+        """Return when `take_probes` may return more, if nothing happens before."""
+        return min(
+            (route.banned_until for route in self._unprobed().values() if route.banned_until > now), default=None
+        )
+
+    def _unprobed(self) -> dict[PeerId, _Route]:
+        if not any(route.answers for route in self._routes.values()):
+            return {}
+        return {peer: route for peer, route in self._routes.items() if not route.answers and not route.is_probed}
+
+    def record_probe(self, peer: PeerId, answers: bool, now: float) -> None:
+        """Record whether a peer has answered a probe; its failures count until it answers a task."""
+        route = self._find(peer)
+        if route is None:
+            return
+        route.is_probed = False
+        if answers:
+            route.answers_owner = True
+        else:
+            self.record_silence(peer, now)
 
     def begin(self, peer: PeerId) -> None:
         """Count a task that is sent to a peer."""
@@ -249,7 +298,7 @@ class Router:
         """Record an answer, and the time that it took."""
         route = self._find(peer)
         if route is not None:
-            route.failures, route.banned_until = 0, 0.0
+            route.failures, route.banned_until, route.answers_owner = 0, 0.0, True
             route.round_trip += (SMOOTHING if route.round_trip else 1.0) * (round_trip - route.round_trip)
 
     def record_busy(self, peer: PeerId, sent: float, until: float) -> None:
@@ -264,8 +313,15 @@ class Router:
         if route is not None:
             route.busy_until, route.invited = now, now
 
+    def record_silence(self, peer: PeerId, now: float) -> float:
+        """Ban a peer that does not answer until it answers a probe; return when it may be asked again."""
+        route = self._find(peer)
+        if route is not None:
+            route.answers_owner = False
+        return self.record_failure(peer, now)
+
     def record_failure(self, peer: PeerId, now: float) -> float:
-        """Ban a peer that cannot be reached; return when it may be asked again."""
+        """Ban a peer that cannot be reached or refuses; return when it may be asked again."""
         route = self._find(peer)
         if route is None:
             return now + FIRST_BAN_SECONDS

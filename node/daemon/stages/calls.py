@@ -27,18 +27,24 @@ from protocol.pipeline.messages import (
 )
 from protocol.pipeline.owner import ASK_SECONDS
 from protocol.pipeline.results import Contradiction
+from protocol.recent import RecentTable
 from protocol.transport.transport import Transport
 
 logger = logging.getLogger(__name__)
 
+MAX_ANSWERING = 4096  # peers
 COPY_SECONDS = 2.0  # before a test's injected copy of a task is sent
 
 
 class StageCalls:
-    """Calls over the channels of a node. Each opens a direct connection, which later calls and downloads use."""
+    """Calls over the channels of a node. Each opens a direct connection, which later calls and downloads use.
+
+    `answering`: the peers that have answered their last call.
+    """
 
     def __init__(self, channels: Transport) -> None:
         self._channels = channels
+        self.answering = RecentTable[PeerId, None](MAX_ANSWERING)
 
     async def ask(self, peer: PeerId, task: Task) -> Answer:
         return Answer.from_wire(await self._call(peer, "Ask", task.to_wire()), peer)
@@ -67,7 +73,13 @@ class StageCalls:
             stub = getattr(StagesStub(channel), method)
             return await await_reply(peer, lambda: stub(request, timeout=seconds))
 
-        return await call_by_best_channel(self._channels, peer, call, lambda: deadline - clock())
+        try:
+            reply = await call_by_best_channel(self._channels, peer, call, lambda: deadline - clock())
+        except UnreachableError:
+            self.answering.pop(peer, None)
+            raise
+        self.answering[peer] = None
+        return reply
 
 
 class FaultyStageCalls(StageCalls):

@@ -43,7 +43,7 @@ def maker_of(event: StageEvent) -> PeerId | None:
             return task.owner
         case owner_events.Answered() | owner_events.AskFailed() | owner_events.OutcomeReceived():
             return event.peer
-        case owner_events.Invited() | owner_events.ReleaseFailed() | StatementReceived():
+        case owner_events.Invited() | owner_events.ReleaseFailed() | owner_events.Probed() | StatementReceived():
             return event.peer
         case server_events.ReleasedBy():
             return event.owner

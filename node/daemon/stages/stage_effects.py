@@ -195,7 +195,8 @@ class StageEffects:
 
     def _see_peers(self) -> None:
         live, stages = self._node.admitted.records(), self.loop.settings.stages
-        seen, standing = stage_peers(live, stages), self._node.admitted.standing_records()
+        answering = {self._directory.peer_id, *self._node.calls.answering}
+        seen, standing = stage_peers(live, stages, answering), self._node.admitted.standing_records()
         serials = {entry.peer: first_serial(live[entry.peer].start) for peers in seen for entry in peers}
         decisions = self._record.decisions
         reports = decisions.reports() if decisions is not None else StepReports(stages)
@@ -315,6 +316,8 @@ class StageEffects:
                 spawn(peer, partial(self._ask, peer, task), owner_events.AskFailed(peer, task, unreachable=False))
             case owner_events.Release(peer, stage, serials):
                 spawn(peer, partial(self._release, action), owner_events.ReleaseFailed(peer, stage, serials))
+            case owner_events.Probe(peer, stage):
+                spawn(peer, partial(self._probe, action), owner_events.Probed(peer, stage, answers=False))
             case server_events.FetchInputs(key, direction, token, inputs):
                 missing = server_events.InputMissing(key, direction, token, inputs[0][0])
                 spawn(key.owner, partial(self._fetch, action), missing)
@@ -458,7 +461,7 @@ class StageEffects:
             self.post(owner_events.AskFailed(peer, task, unreachable=True))
         except PeerFault as fault:
             logger.info("%s refuses a task: %s", peer, fault)
-            self.post(owner_events.AskFailed(peer, task, unreachable=False))
+            self.post(owner_events.AskFailed(peer, task, unreachable=True))
         else:
             self.post(owner_events.Answered(peer, task, answer))
 
@@ -467,6 +470,16 @@ class StageEffects:
             await self._node.send_release(action.peer, self.loop.owner.run_of(action.stage), action.serials)
         except (UnreachableError, PeerFault):
             self.post(owner_events.ReleaseFailed(action.peer, action.stage, action.serials))
+
+    async def _probe(self, action: owner_events.Probe) -> None:
+        peer, stage = action.peer, action.stage
+        try:
+            await self._node.send_release(peer, self.loop.owner.run_of(stage), frozenset())
+        except (UnreachableError, PeerFault) as error:
+            logger.debug("%s does not answer a probe: %s", peer, error)
+            self.post(owner_events.Probed(peer, stage, answers=False))
+        else:
+            self.post(owner_events.Probed(peer, stage, answers=True))
 
     async def _tell(self, owner: PeerId, outcome: Outcome) -> None:
         try:

@@ -1,6 +1,6 @@
 """Read from the peers' records which peers serve which stage, and which peers the whole run misses. PURE."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from node.monitoring.stage_table import StageReport
 from protocol.identity import PeerId
@@ -15,15 +15,20 @@ from protocol.transport.nat import is_relay_only
 MAX_STAGE_RATE = 1e9  # limit for one peer, so that sums of reported rates stay finite
 
 
-def stage_peers(records: Mapping[PeerId, PeerRecord], stages: int) -> tuple[tuple[StagePeer, ...], ...]:
-    """Return the live peers of each stage whose trainer is ready; resting or leaving peers are draining."""
+def stage_peers(
+    records: Mapping[PeerId, PeerRecord], stages: int, answering: Container[PeerId]
+) -> tuple[tuple[StagePeer, ...], ...]:
+    """Return the live peers of each stage whose trainer is ready; resting or leaving peers are draining.
+
+    `answering`: the peers that have answered our last call.
+    """
     found: list[list[StagePeer]] = [[] for _ in range(stages)]
     for peer, record in ((peer, seen) for peer, each in records.items() for seen in records_by_stage(each)):
         if is_ready(record, stages):
             is_away = record.resting or record.leaving
             is_hidden = is_relay_only(record.addresses)
             rate = min(record.stage_rate, MAX_STAGE_RATE)
-            entry = StagePeer(peer, record.stage_life, record.round, rate, is_away, is_hidden)
+            entry = StagePeer(peer, record.stage_life, record.round, rate, is_away, is_hidden, peer in answering)
             found[record.stage - 1].append(entry)
     return tuple(map(tuple, found))
 

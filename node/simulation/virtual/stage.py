@@ -156,6 +156,8 @@ class StageProcess:
             case owner_events.Release(peer, stage, serials):
                 ended = server_events.ReleasedBy(self.name, tuple(sorted(serials)))
                 world.tell(self, peer, ended, owner_events.ReleaseFailed(peer, stage, serials))
+            case owner_events.Probe(peer, stage):
+                world.probe(self, peer, stage)
             case server_events.SendOutcome(owner, outcome):
                 world.tell(self, owner, owner_events.OutcomeReceived(self.name, outcome))
             case server_events.Invite(owner):
@@ -279,6 +281,10 @@ class StageWorld(ABC):
     @abstractmethod
     def tell(self, sender: StageProcess, peer: PeerId, event: StageEvent, failed: StageEvent | None = None) -> None:
         """Post an event to a peer after a while; if it is lost, post `failed` to the sender."""
+
+    @abstractmethod
+    def probe(self, sender: StageProcess, peer: PeerId, stage: int) -> None:
+        """Post Probed to the sender: whether a peer answers a small call."""
 
     @abstractmethod
     def fetch(self, receiver: StageProcess, held: HeldBlob, arrive: Callable[[StageProcess | None], None]) -> None:

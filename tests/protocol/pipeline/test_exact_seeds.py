@@ -13,7 +13,7 @@ from node.simulation.virtual.stage import InvariantError
 from protocol.pipeline import ledger as ledgers
 from protocol.pipeline.exact import Credibility, OwnerProgress, StepAgreement, StepReports
 from protocol.pipeline.ledger import StepLedger
-from protocol.pipeline.routing import StagePeer
+from protocol.pipeline.routing import StagePeer, _Route
 from protocol.pipeline.steps import ExactSteps
 from tests.protocol.pipeline.virtual.bugs import frees_what_a_trainer_reads, waits_for_earlier_processes_of_owners
 from tests.protocol.pipeline.virtual.exact_world import ExactWorld, Liar
@@ -334,6 +334,18 @@ def test_one_free_key_neither_voids_steps_nor_stops_them(
     assert honest >= 10 and beside >= (LEAST_PACE - FIRST_ROUND * (liar == "claims")) * honest
     old_rule(monkeypatch)
     assert steps_of(seed, liar) == 0, "the control"
+
+
+def silent_servers_get_tasks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Route, "answers", True)
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_servers_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, beside = steps_of(2, None), steps_of(2, "is silent")
+    assert honest >= 10 and beside >= LEAST_PACE * honest
+    silent_servers_get_tasks(monkeypatch)
+    assert steps_of(2, "is silent") < LEAST_PACE * honest, "the control"
 
 
 @pytest.mark.slow

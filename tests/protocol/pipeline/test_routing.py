@@ -1,7 +1,7 @@
 import random
 from collections import Counter
 
-from protocol.pipeline.routing import MAX_BAN_SECONDS, Router, StagePeer, task_round
+from protocol.pipeline.routing import MAX_BAN_SECONDS, MAX_PROBES, Router, StagePeer, task_round
 
 SPEEDS = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
 
@@ -73,6 +73,52 @@ def test_bans_do_not_count_if_nobody_else_is_left() -> None:
     for peer in SPEEDS:
         router.record_failure(peer, 0.0)
     assert router.choose(0.0) in SPEEDS
+
+
+SILENT = {f"silent {number}": 8.0 for number in range(50)}
+
+
+def make_router_beside_silent_peers(*, answering: bool = False) -> Router:
+    """Return a router of one peer that answers, and of fifty that announce to be faster and never do."""
+    router = Router(random.Random(1))
+    silent = [StagePeer(peer, 1, 0, rate, answers=answering) for peer, rate in SILENT.items()]
+    router.update([StagePeer("honest", 1, 0, 4.0), *silent])
+    return router
+
+
+def test_peers_that_do_not_answer_get_probes_and_no_tasks() -> None:
+    router, probes = make_router_beside_silent_peers(), Counter[str]()
+    assert len(router.take_probes(0.0)) == MAX_PROBES and router.take_probes(0.0) == []
+    router = make_router_beside_silent_peers()
+    for now in range(600):
+        assert router.choose(float(now)) == "honest"
+        for peer in router.take_probes(float(now)):
+            probes[peer] += 1
+            router.record_probe(peer, answers=False, now=float(now))
+    assert len(probes) == 50 and max(probes.values()) <= 8, "in growing pauses"
+    assert make_router_beside_silent_peers(answering=True).choose(0.0) in SILENT, "the control"
+
+
+def test_a_peer_gets_tasks_once_it_has_answered_a_probe_until_it_is_silent() -> None:
+    router = Router(random.Random(1))
+    router.update([StagePeer("old", 1, 0, 1.0), StagePeer("new", 1, 0, 1.0, answers=False)])
+    assert router.take_probes(0.0) == ["new"] and router.choose(0.0) == "old"
+    router.record_probe("new", answers=True, now=0.1)
+    assert {router.choose(0.1) for _ in range(4)} == {"old", "new"}
+    assert router.record_silence("new", 1.0) == 6.0 and router.probe_time(1.0) == 6.0 and not router.take_probes(5.9)
+    assert router.take_probes(6.0) == ["new"] and {router.choose(6.0) for _ in range(4)} == {"old"}
+    router.record_probe("new", answers=True, now=6.1)
+    assert router.record_silence("new", 7.0) == 17.0, "an answer to a probe does not shorten the pause"
+    router.update([StagePeer("old", 1, 0, 1.0), StagePeer("new", 1, 0, 1.0)])
+    assert {router.choose(17.0) for _ in range(16)} == {"old", "new"}, "it has answered another call"
+
+
+def test_silent_peers_are_asked_where_nobody_answers() -> None:
+    router = Router(random.Random(1))
+    router.update([StagePeer("a", 1, 0, answers=False), StagePeer("b", 1, 0, answers=False)])
+    assert router.take_probes(0.0) == [] and {router.choose(0.0) for _ in range(4)} == {"a", "b"}
+    router.record_answer("a", 0.1)
+    assert router.take_probes(0.1) == ["b"] and {router.choose(0.1) for _ in range(4)} == {"a"}
 
 
 def test_tasks_are_of_our_round_unless_all_of_the_stage_is_far_from_it() -> None:

@@ -82,8 +82,8 @@ def certified(*voters: str, late: tuple[str, ...] = ()) -> Electorate:
 @pytest.mark.parametrize("manifest", [LISTED, TICKETS], ids=["list", "tickets"])
 def test_stages_see_no_trainer_that_the_run_does_not_admit(manifest: Any) -> None:
     directory = Directory(**{STRANGER: trainer(0), "host": PeerRecord(role="observer", stage=1)})
-    assert not any(stage_peers(cut_in_two(directory, manifest).records(), 2))
-    assert [entry.peer for entry in stage_peers(cut_in_two(directory).records(), 2)[0]] == [STRANGER], "the control"
+    assert not any(stage_peers(cut_in_two(directory, manifest).records(), 2, ()))
+    assert [entry.peer for entry in stage_peers(cut_in_two(directory).records(), 2, ())[0]] == [STRANGER], "the control"
     assert "host" in cut_in_two(directory, manifest).records(), "who only keeps states needs no ticket"
 
 

@@ -90,6 +90,7 @@ class Calls:
     def __init__(self) -> None:
         self.outcomes: list[tuple[PeerId, Outcome]] = []
         self.contradictions: list[tuple[PeerId, Contradiction]] = []
+        self.answering: dict[PeerId, None] = {}
 
     async def contradict(self, peer: PeerId, found: Contradiction) -> None:
         self.contradictions.append((peer, found))

@@ -68,7 +68,7 @@ def test_record_has_the_head_of_each_stage() -> None:
     seen = record_of_stage(directory.record, 1)
     assert seen is not None and (seen.round, seen.stage_life, seen.stage_rate, seen.digest) == (7, 6, 3.0, bytes(32))
     assert (directory.record.round, directory.record.stage, directory.record.step) == (8, 1, 77)
-    stages = stage_peers({"me": directory.record}, 2)
+    stages = stage_peers({"me": directory.record}, 2, ["me"])
     assert [[(entry.life, entry.round) for entry in peers] for peers in stages] == [[(5, 8)], [(6, 7)]]
     assert lowest_round([directory.record], own_stage=0) == 7
 

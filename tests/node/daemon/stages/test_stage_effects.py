@@ -10,6 +10,7 @@ import pytest
 
 from node.daemon.inbox import Inbox
 from node.daemon.stages.activations import ActivationFetcher, ActivationStore, slot_sizes
+from node.daemon.stages.calls import StageCalls
 from node.daemon.stages.stage_effects import NodeStages, StageEffects
 from node.data import BatchReader, Corpus
 from node.data.corpus import TokenArray
@@ -74,7 +75,7 @@ class World:
         sizes = slot_sizes(STAGE)
         self.memory = ActivationMemory.create(sizes)
         self.activations = ActivationStore(self.memory, BlobStore(folder, sizes.total_bytes, sizes.total_bytes))
-        node, inbox = NodeStages(admitted_of(Directory(), stages=2), cast(Any, None)), Inbox()
+        node, inbox = NodeStages(admitted_of(Directory(), stages=2), StageCalls(cast(Any, None))), Inbox()
         fetcher = ActivationFetcher(node.directory, node.blobs, cast(Any, None), self.activations, ("", ""))
         settings = StageSettings(RUNS[0], 0, 2, sizes.activation_bytes, sizes.token_bytes, COUNT, TABLE.memory)
         owner = Owner(OwnerSettings(ME, IN_FLIGHT), RUNS, random.Random(0))

@@ -22,7 +22,7 @@ def choose(peer: StagePeer) -> str | None:
 
 def test_a_claim_of_any_finite_rate_does_not_stop_routing() -> None:
     record = PeerRecord(role="trainer", stage=1, stage_life=1, stage_rate=HUGE)
-    ((peer,),) = stage_peers({"a": record}, 1)
+    ((peer,),) = stage_peers({"a": record}, 1, "a")
     assert choose(peer) == "a"
     with pytest.raises(OverflowError):
         choose(StagePeer("a", 1, 0, HUGE))

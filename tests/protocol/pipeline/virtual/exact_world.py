@@ -22,13 +22,14 @@ from protocol.pipeline.exact import Phase, Statement, StepAgreement, StepDecisio
 from protocol.pipeline.ledger import StepLedger
 from protocol.pipeline.messages import Key, Task
 from protocol.pipeline.microbatch import OwnerSettings
+from protocol.pipeline.owner import ASK_SECONDS
 from protocol.pipeline.routing import StagePeer
 from tests.protocol.pipeline.virtual.faulty_world import FaultyTrainer, FaultyWorld, Peer
 from tests.protocol.pipeline.virtual.scenario import ACTIVATION, Scenario
 
 GRACE = 2.0
 LIAR = "a liar"
-Liar = Literal["announces", "voids", "claims", "claims as a member", "waits as a member"]
+Liar = Literal["announces", "is silent", "voids", "claims", "claims as a member", "waits as a member"]
 CLAIM_SECONDS = 0.5
 FALSE_ROUNDS = 16  # in the record of a liar
 LATE_ROUNDS = 8
@@ -93,9 +94,10 @@ class SumTrainer(FaultyTrainer):
 class ExactWorld(FaultyWorld):
     """All peers, the network, and the rounds of all stages; a step has `count` microbatches.
 
-    `liar`: "announces": a key of stage 0 that does nothing else; "voids": its record says in addition that its stage
-    decided all rounds without their steps; "claims": it states that it counts all microbatches of each step, and "as a
-    member" it has standing; "waits": it states for ever that it may add some.
+    `liar`: "announces": a key of stage 0 that does nothing else; "is silent": three such keys, and calls to them end at
+    their deadlines; "voids": its record says in addition that its stage decided all rounds without their steps;
+    "claims": it states that it counts all microbatches of each step, and "as a member" it has standing; "waits": it
+    states for ever that it may add some.
     """
 
     def __init__(self, scenario: Scenario, seed: int, count: int, liar: Liar | None = None) -> None:
@@ -191,7 +193,13 @@ class ExactWorld(FaultyWorld):
 
     def announced(self) -> list[tuple[int, StagePeer]]:
         number = max([0, *(number + 1 for _, number in self._applied)])
+        if self.liar == "is silent":
+            keys = [LIAR, f"{LIAR} 1", f"{LIAR} 2"]
+            return [(0, StagePeer(key, 1, number, rate=16.0, answers=False)) for key in keys]
         return [(0, StagePeer(LIAR, 1, number, rate=16.0))] if self.liar else []
+
+    def silent_seconds(self, peer: PeerId, delay: float) -> float:
+        return ASK_SECONDS if self.liar == "is silent" and peer.startswith(LIAR) else delay
 
     def _claim(self) -> None:
         """Let the liar state something false to all others, and go on with that."""

@@ -397,7 +397,7 @@ class FaultyWorld(StageWorld):
     def ask(self, sender: StageProcess, peer: PeerId, task: Task) -> None:
         name, delay, schedule = sender.name, self._delay(sender.name, peer), self.clock.schedule
         if self.find(peer) is None and self.is_linked(name, peer):
-            schedule(delay, partial(sender.post, owner_events.AskFailed(peer, task, True)))
+            schedule(self.silent_seconds(peer, delay), partial(sender.post, owner_events.AskFailed(peer, task, True)))
             return
         if name != peer and self.chance.random() < self.scenario.duplication:
             schedule(delay + self.chance.uniform(0, 10), partial(self._repeat, peer, task))
@@ -426,6 +426,19 @@ class FaultyWorld(StageWorld):
             self.clock.schedule(self._delay(sender.name, peer), partial(self._post, peer, event))
         elif failed is not None:
             self.clock.schedule(5.0, partial(sender.post, failed))
+
+    def probe(self, sender: StageProcess, peer: PeerId, stage: int) -> None:
+        name, delay = sender.name, self._delay(sender.name, peer)
+        if self.find(peer) is None and self.is_linked(name, peer):
+            answers, seconds = False, self.silent_seconds(peer, delay)
+        else:
+            answers = not self.is_lost(name, peer) and not self.is_lost(peer, name)
+            seconds = 2 * delay if answers else 5.0
+        self.clock.schedule(seconds, partial(sender.post, owner_events.Probed(peer, stage, answers)))
+
+    def silent_seconds(self, peer: PeerId, delay: float) -> float:
+        """Return how long a call to a peer without a process lasts; the host of a dead one says so at once."""
+        return delay
 
     def _post(self, peer: PeerId, event: StageEvent) -> None:
         process = self.find(peer)
