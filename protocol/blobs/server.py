@@ -2,8 +2,9 @@
 
 A range is sent in chunks of 256 KiB (smaller if our upload is limited), with one piece in memory at a time. A piece is
 checked before it is sent: a corrupted blob is deleted, not served, so peers do not mistake it for misbehaviour. A
-caller that asks for compression gets it where it pays. Limits apply to each caller; the number of calls is also
-limited for all callers together.
+caller that asks for compression gets it where it pays; a piece that several callers want within a moment, as the parts
+of a contribution are, is compressed once. Limits apply to each caller; the number of calls is also limited for all
+callers together.
 """
 
 import asyncio
@@ -32,6 +33,10 @@ CHUNK_SECONDS = 0.05
 MIN_CHUNK_BYTES = 4096
 RECENT_SECONDS = 60.0  # for this long after a call a blob counts as being fetched
 MAX_RECENT_BLOBS = 256
+MAX_PACKED = 16  # compressed pieces that are kept, of at most a MiB each
+
+
+Range = tuple[bytes, int, int]  # digest, offset, length
 
 
 class BlobReader(Protocol):
@@ -140,6 +145,7 @@ class BlobService(BlobsServicer):
         self._limits = limits or CallerLimits()
         self._loads: dict[PeerId, CallerLoad] = {}
         self._requested = RecentSet[bytes](RECENT_SECONDS, MAX_RECENT_BLOBS)
+        self._packed = RecentTable[Range, asyncio.Future[bytes | None]](MAX_PACKED)
 
     def recently_requested(self) -> Set[bytes]:
         """Return the digests of blobs that were requested recently.
@@ -172,13 +178,31 @@ class BlobService(BlobsServicer):
         offset, end = request.offset, request.offset + request.length
         is_one_piece = offset // PIECE_BYTES == (end - 1) // PIECE_BYTES
         while offset < end:
-            piece, start = divmod(offset, PIECE_BYTES)
-            data = await asyncio.to_thread(self._store.read_piece, blob.digest, piece)
-            requested = memoryview(data)[start : start + end - offset]
-            packed = await asyncio.to_thread(compress_piece, requested) if request.squeezed and is_one_piece else None
-            for chunk in _split_chunks(packed or requested, self._limits.chunk_bytes):
+            length = min(end, (offset // PIECE_BYTES + 1) * PIECE_BYTES) - offset
+            wanted = blob.digest, offset, length
+            packed, data = await self._pack(wanted) if request.squeezed and is_one_piece else (None, None)
+            if packed is None and data is None:
+                data = await self._read(wanted)
+            for chunk in _split_chunks(packed or data or b"", self._limits.chunk_bytes):
                 yield Chunk(chunk, len(packed or b""))
-            offset += len(requested)
+            offset += length
+
+    async def _read(self, wanted: Range) -> memoryview:
+        """Read a range that lies in one piece."""
+        digest, offset, length = wanted
+        piece, start = divmod(offset, PIECE_BYTES)
+        data = await asyncio.to_thread(self._store.read_piece, digest, piece)
+        return memoryview(data)[start : start + length]
+
+    async def _pack(self, wanted: Range) -> tuple[bytes | None, memoryview | None]:
+        """Return a range compressed, None if that does not pay, and the range itself if it was read for this call."""
+        data = None
+        if wanted not in self._packed:
+            data = await self._read(wanted)
+        if wanted not in self._packed:  # still, after the read
+            self._packed[wanted] = asyncio.ensure_future(asyncio.to_thread(compress_piece, data or b""))
+        # The call of one caller may end while others wait for the same piece.
+        return await asyncio.shield(self._packed[wanted]), data
 
     @asynccontextmanager
     async def _translate_errors(self, context: Any) -> AsyncIterator[PeerId]:

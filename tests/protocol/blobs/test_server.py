@@ -14,11 +14,12 @@ import grpc
 import numpy as np
 import pytest
 
-from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, piece_hashes
+from protocol.blobs import server
+from protocol.blobs.blob import CHUNK_BYTES, PIECE_BYTES, Blob, Bytes, piece_hashes
 from protocol.blobs.download import Downloader
 from protocol.blobs.server import MAX_COUNTED_CALLERS, BlobService, CallerLimits, register_blob_service
 from protocol.blobs.store import BlobStore
-from protocol.blobs.wire_format import decompress_piece
+from protocol.blobs.wire_format import compress_piece, decompress_piece
 from protocol.errors import MalformedError
 from protocol.murmur_pb2 import FetchRequest, PiecesRequest
 from protocol.murmur_pb2_grpc import BlobsStub
@@ -31,6 +32,7 @@ Serve = Callable[..., Awaitable[tuple[BlobService, BlobsStub]]]
 DATA = random.Random(1).randbytes(3 * PIECE_BYTES + 12345)
 BLOB = Blob.of(DATA)
 NUMBERS = np.random.default_rng(1).normal(0, 0.02, PIECE_BYTES).astype("<f2").tobytes()
+PIECE = NUMBERS[:PIECE_BYTES]
 
 
 def caller_of(context: Any) -> str:
@@ -105,6 +107,42 @@ async def test_numbers_are_compressed_on_request(
     assert b"".join(await fetch(stub, blob.digest, offset, length)) == NUMBERS[offset : offset + length], (
         "without compression"
     )
+
+
+async def squeezed(stub: BlobsStub, blob: Blob, offset: int, caller: str) -> bytes:
+    length = min(PIECE_BYTES, blob.size - offset)
+    request = FetchRequest(digest=blob.digest, offset=offset, length=length, squeezed=True)
+    chunks = [chunk async for chunk in stub.Fetch(request, timeout=20, metadata=as_caller(caller))]
+    received = b"".join(chunk.data for chunk in chunks)
+    return bytes(decompress_piece(received, length)) if chunks[0].squeezed else received
+
+
+async def test_piece_that_many_want_is_compressed_once(
+    serve: Serve, store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressed: list[int] = []
+
+    def count(data: Bytes) -> bytes | None:
+        compressed.append(len(data))
+        return compress_piece(data)
+
+    monkeypatch.setattr(server, "compress_piece", count)
+    blob, (_, stub) = store.put(PIECE), await serve()
+    callers = [f"peer-{number}" for number in range(6)]
+    assert set(await asyncio.gather(*(squeezed(stub, blob, 0, name) for name in callers))) == {PIECE}
+    assert await squeezed(stub, blob, 0, "late") == PIECE and len(compressed) == 1
+    assert {await squeezed(stub, BLOB, 0, name) for name in callers} == {DATA[:PIECE_BYTES]}
+    assert len(compressed) == 2, "that it does not pay is found out once as well"
+
+
+async def test_compressed_pieces_take_bounded_memory(
+    serve: Serve, store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_PACKED", 2)
+    blob, (service, stub) = store.put(PIECE * 3), await serve()
+    for piece in (0, 1, 2, 0):
+        assert await squeezed(stub, blob, piece * PIECE_BYTES, "one") == PIECE
+    assert len(service._packed) == 2
 
 
 async def test_incompressible_piece_is_sent_unchanged(serve: Serve) -> None:
