@@ -2,13 +2,18 @@
 
     python -m benchmarks.rl [--tasks reverse brackets] [--seeds 3] [--minutes 20] [--recipe frugal] [--json]
     python -m benchmarks.rl --local [--tasks reverse] [--seeds 3] [--updates 1000] [--loss dppo] [--json]
+    python -m benchmarks.rl --ages 4 16 [--tasks brackets] [--seeds 3] [--updates 60] [--json]
 
 The first form is `benchmarks.rl_swarm`: one trainer and three rollout peers, some of which die. It needs root,
 iproute2, nftables and iptables, and a core for each peer; on fewer cores, more minutes.
 
-`--local`: a small decoder of bytes learns a task from right answers until it is mediocre, and then from the scores of
-its own answers: groups of draws with public noise, rewards centred in each group, and a loss with a trust region. The
-control goes on without updates. Rewards are those of questions that are asked in no update, at temperature 1.
+`--local`: a small decoder of bytes learns a task from right answers until the likeliest ones are right, then from
+answers with errors until those that it draws are mediocre, and then from the scores of its own answers: groups of draws
+with public noise, rewards centred in each group, and a loss with a trust region. The control goes on without updates.
+Rewards are those of questions that are asked in no update, at temperature 1.
+
+`--ages`: the same, where the policy that draws is some updates older than the one that learns, by each loss and by one
+without a trust region, which no run may have; all with equally many answers.
 
 The last table judges claimed rollouts of the model after the warm-up, about 300 tokens of one peer at a time: `exact`
 is the rule for devices of one kind, `sum` that for others, calibrated on half of the honest bf16 claims.
@@ -19,19 +24,32 @@ import copy
 import functools
 import itertools
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.demonstrations import answers_with_errors, right_answers
 from benchmarks.rl_swarm import SwarmResult, measure_processes
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.generate import Completion, Sampling, complete
-from optim.rollouts import POLICY_LOSSES, SumTest, centre_rewards, is_exact, margins_of, mean_entropy, noise_key
+from optim.rollouts import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyMetrics,
+    SumTest,
+    centre_rewards,
+    is_exact,
+    margins_of,
+    mean_entropy,
+    noise_key,
+)
 from protocol.manifest.model import ModelSection
 from protocol.scored_tasks import TASKS, Question
 from tests.netlab.lab.namespaces import reason_unavailable
@@ -41,8 +59,10 @@ USABLE = torch.arange(MODEL.vocabulary)
 END = ord("\n")
 ANSWER_TOKENS = 12
 GROUP, GROUPS = 8, 16
-ENTROPY = 0.005
-RATE = 2e-3
+ENTROPY = 0.0
+RATE = 1e-3
+LIKELIEST, MEDIOCRE = 0.95, 0.35  # mean rewards at which the two parts of the warm-up end, at temperature 0 and 1
+MOST_STEPS = 3000  # of a part
 GOAL = 0.85  # of the mean of `NEWEST` updates; a little more than is promised for held-out questions
 NEWEST = 25
 FIRST_SCORED, HELD_OUT = 500_000, 1_000_000  # numbers of the first questions
@@ -116,24 +136,34 @@ def answer_logits(model: LanguageModel, rollouts: Sequence[Rollout]) -> tuple[Te
     return logits[counted[:, 1:]].float(), tokens[counted]
 
 
-def warm_up(model: LanguageModel, task: str, run: str, reward: float, steps: int = 3000) -> LanguageModel:
-    """Learn from right answers until the mean reward is at least this; returns an earlier policy."""
-    optimizer, older = torch.optim.AdamW(model.parameters(), lr=2e-3), copy.deepcopy(model)
-    for step in range(steps):
+def warm_up(model: LanguageModel, task: str, run: str) -> LanguageModel:
+    """Learn right answers until the likeliest ones are right, then answers with errors; returns an earlier policy."""
+    held = held_out_prompts(task, run)
+    right, erring = (
+        (each for each in answers if each[0].prompt not in held)
+        for answers in (right_answers(task, run), answers_with_errors(task, run))
+    )
+    imitate(model, right, 4e-3, lambda: mean_reward(model, task, run, 128, temperature=0.0) >= LIKELIEST)
+    return imitate(model, erring, 5e-4, lambda: mean_reward(model, task, run, 128) <= MEDIOCRE)
+
+
+def imitate(
+    model: LanguageModel, answers: Iterator[tuple[Question, str]], rate: float, has_learned: Callable[[], bool]
+) -> LanguageModel:
+    """Learn answers until this holds; returns the policy before the last steps. AssertionError if it never holds."""
+    optimizer, older = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0), model
+    for step in range(MOST_STEPS):
         if step % 20 == 0:
-            if mean_reward(model, task, run, 64) >= reward:
+            if has_learned():
                 return older
             older = copy.deepcopy(model)
-        numbered = (TASKS[task].question(run, step * 64 + number) for number in range(64))
-        questions = [each for each in numbered if each.prompt not in held_out_prompts(task, run)]
-        answers = [encode(TASKS[task].right_answer(each) + "\n") for each in questions]
-        right = [
-            Rollout(each, encode(each.prompt), 0, answer, [], 1.0)
-            for each, answer in zip(questions, answers, strict=True)
+        given = [
+            Rollout(question, encode(question.prompt), 0, encode(answer + "\n"), [], 1.0)
+            for question, answer in itertools.islice(answers, 64)
         ]
-        logits, tokens = answer_logits(model, right)
+        logits, tokens = answer_logits(model, given)
         _step(optimizer, torch.nn.functional.cross_entropy(logits, tokens))
-    return older
+    raise AssertionError(f"the warm-up has not come to its end in {MOST_STEPS} steps")
 
 
 def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -143,9 +173,12 @@ def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.step()
 
 
-def mean_reward(model: LanguageModel, task: str, run: str, count: int = 256, noise: str = "") -> float:
+def mean_reward(
+    model: LanguageModel, task: str, run: str, count: int = 256, temperature: float = 1.0, noise: str = ""
+) -> float:
     questions = list(itertools.islice(held_out(task, run), count))
-    rollouts = roll_out(model, questions, [noise_key(run, "held out", noise, number) for number in range(count)])
+    keys = [noise_key(run, "held out", noise, number) for number in range(count)]
+    rollouts = roll_out(model, questions, keys, temperature)
     return sum(rollout.reward for rollout in rollouts) / count
 
 
@@ -184,20 +217,36 @@ class Learned:
             part = self.rewards[first : first + NEWEST]
             yield sum(part) / len(part)
 
-    @property
-    def has_reached(self) -> bool:
-        return len(self.rewards) >= NEWEST and sum(self.rewards[-NEWEST:]) / NEWEST >= GOAL
+    def has_reached(self, goal: float) -> bool:
+        return len(self.rewards) >= NEWEST and sum(self.rewards[-NEWEST:]) / NEWEST >= goal
 
 
-def reinforce(model: LanguageModel, task: str, run: str, updates: int, loss_name: str, entropy: float) -> Learned:
+@dataclass(frozen=True)
+class Learning:
+    """How to learn from scores.
+
+    Attributes:
+        goal: mean reward of the newest updates at which it ends.
+        age: updates between the policy that draws an answer and the one that learns from it.
+    """
+
+    updates: int = 1000
+    loss: str = "dppo"
+    entropy: float = ENTROPY
+    goal: float = GOAL
+    age: int = 0
+
+
+def reinforce(model: LanguageModel, task: str, run: str, way: Learning) -> Learned:
     """Learn from groups of scored rollouts, up to the goal."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, betas=(0.9, 0.99))
-    questions, learned = asked(task, run), Learned()
-    while learned.updates < updates and not learned.has_reached:
+    questions, learned, policies = asked(task, run), Learned(), deque[LanguageModel](maxlen=way.age + 1)
+    while learned.updates < way.updates and not learned.has_reached(way.goal):
+        policies.append(copy.deepcopy(model) if way.age else model)
         chosen = [question for question in itertools.islice(questions, GROUPS) for _ in range(GROUP)]
         groups = [number // GROUP for number in range(len(chosen))]
         keys = [noise_key(run, learned.updates, number) for number in range(len(chosen))]
-        drawn = roll_out(model, chosen, keys)
+        drawn = roll_out(policies[0], chosen, keys)
         rewards = torch.tensor([each.reward for each in drawn])
         advantages = centre_rewards(rewards, groups)
         learned.skipped += advantages.skipped_groups
@@ -206,7 +255,7 @@ def reinforce(model: LanguageModel, task: str, run: str, updates: int, loss_name
         kept = [number for number, value in enumerate(advantages.values.tolist()) if value != 0.0]
         if kept:
             own = [drawn[number] for number in kept]
-            learned.metrics = _learn(model, optimizer, own, advantages.values[kept], loss_name, entropy)
+            learned.metrics = _learn(model, optimizer, own, advantages.values[kept], way)
     return learned
 
 
@@ -215,28 +264,66 @@ def _learn(
     optimizer: torch.optim.Optimizer,
     rollouts: Sequence[Rollout],
     advantages: Tensor,
-    loss_name: str,
-    entropy: float,
+    way: Learning,
 ) -> dict[str, float]:
     logits, tokens = answer_logits(model, rollouts)
     found = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]
     behaviour = torch.tensor([value for rollout in rollouts for value in rollout.behaviour])
     lengths = torch.tensor([len(rollout.answer) for rollout in rollouts])
-    loss, metrics = POLICY_LOSSES[loss_name](found, behaviour, advantages.repeat_interleave(lengths))
-    _step(optimizer, loss - entropy * mean_entropy(logits, 1.0))
+    loss, metrics = LOSSES[way.loss](found, behaviour, advantages.repeat_interleave(lengths))
+    _step(optimizer, loss - way.entropy * mean_entropy(logits, 1.0))
     return asdict(metrics)
 
 
-def measure(
-    task: str, seed: int, updates: int, loss_name: str, entropy: float
-) -> tuple[Result, LanguageModel, LanguageModel]:
+def unclipped(log_probabilities: Tensor, behaviour: Tensor, advantages: Tensor) -> tuple[Tensor, PolicyMetrics]:
+    """Compute the loss of `dppo` without its trust region, which no run may have; see there."""
+    _, metrics = POLICY_LOSSES["dppo"](log_probabilities.detach(), behaviour, advantages)
+    return -(advantages * (log_probabilities - behaviour).exp()).mean(), metrics
+
+
+LOSSES: dict[str, PolicyLoss] = {**POLICY_LOSSES, "unclipped": unclipped}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to learn from old answers, and what it came to after the same number of answers as all others."""
+
+    task: str
+    seed: int
+    loss: str
+    age: int
+    before: float
+    after: float
+    mismatch_kl: float
+    effective_samples: float
+    clipped: float
+    curve: list[float]
+
+
+def measure_ages(task: str, seed: int, ages: Sequence[int], updates: int, entropy: float) -> Iterator[Arm]:
+    """Learn from answers of several ages by each loss, after the same warm-up."""
+    run, warm = f"benchmark {seed}", build_model(MODEL)
+    warm.load_flat(initial_weights(MODEL, seed))
+    warm_up(warm, task, run)
+    before = mean_reward(warm, task, run)
+    for age, loss in [(0, "dppo"), *itertools.product(ages, LOSSES)]:
+        model = copy.deepcopy(warm)
+        learned = reinforce(model, task, run, Learning(updates, loss, entropy, math.inf, age))
+        after, metrics = mean_reward(model, task, run), learned.metrics
+        yield Arm(
+            task, seed, loss, age, before, after, metrics["mismatch_kl"], metrics["effective_samples"],
+            metrics["clipped"], list(learned.curve()),
+        )  # fmt: skip
+
+
+def measure(task: str, seed: int, way: Learning) -> tuple[Result, LanguageModel, LanguageModel]:
     """Measure one seed; returns also the model after the warm-up and one before it."""
     run, start = f"benchmark {seed}", time.process_time()
     model = build_model(MODEL)
     model.load_flat(initial_weights(MODEL, seed))
-    older = warm_up(model, task, run, 0.3)
+    older = warm_up(model, task, run)
     warm, before = copy.deepcopy(model), mean_reward(model, task, run)
-    learned = reinforce(model, task, run, updates, loss_name, entropy)
+    learned = reinforce(model, task, run, way)
     after, control = mean_reward(model, task, run), mean_reward(warm, task, run, noise="again")
     seconds = time.process_time() - start
     result = Result(
@@ -330,7 +417,7 @@ def measure_local(options: argparse.Namespace) -> tuple[list[Result], dict[str, 
     """Measure all tasks and seeds in this process, and the claims after the first warm-up."""
     results, kinds = list[Result](), dict[str, Any]()
     for task, seed in itertools.product(options.tasks, range(options.seeds)):
-        result, warm, older = measure(task, seed, options.updates, options.loss, options.entropy)
+        result, warm, older = measure(task, seed, Learning(options.updates, options.loss, options.entropy))
         results.append(result)
         note(result)
         if not kinds:
@@ -344,8 +431,20 @@ def measure_swarms(options: argparse.Namespace) -> tuple[list[SwarmResult], dict
     for task, seed in itertools.product(options.tasks, range(options.seeds)):
         results.append(measure_processes(task, seed, options.minutes, options.recipe))
         note(results[-1])
-    _, warm, older = measure(options.tasks[0], 0, 0, options.loss, options.entropy)
+    _, warm, older = measure(options.tasks[0], 0, Learning(updates=0))
     return results, judge_kinds(options.tasks[0], warm, older, options.peers)
+
+
+def print_ages(options: argparse.Namespace) -> None:
+    """Measure learning from old answers, and print a line for each arm while the next one is measured."""
+    found = list[Arm]()
+    for task, seed in itertools.product(options.tasks, range(options.seeds)):
+        for arm in measure_ages(task, seed, options.ages, options.updates, options.entropy):
+            found.append(arm)
+            line = f"{arm.task}, seed {arm.seed}, age {arm.age}, {arm.loss}: reward {arm.before:.3f} -> {arm.after:.3f}"
+            print(f"{line}, mismatch {arm.mismatch_kl:.4f}, clipped {arm.clipped:.3f}", file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps([asdict(arm) for arm in found], indent=2))
 
 
 def note(result: Result | SwarmResult) -> None:
@@ -376,12 +475,16 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--loss", default="dppo", choices=POLICY_LOSSES)
     parser.add_argument("--entropy", type=float, default=ENTROPY)
+    parser.add_argument("--ages", type=int, nargs="+", default=(), help="in updates, of answers; with --updates alone")
     parser.add_argument("--peers", type=int, default=40, help="claims of each kind")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not options.local and (reason := reason_unavailable()) is not None:
+    if not (options.local or options.ages) and (reason := reason_unavailable()) is not None:
         parser.error(f"{reason}; --local needs no networks")
     torch.set_num_threads(1)
+    if options.ages:
+        print_ages(options)
+        return
     results, kinds = measure_local(options) if options.local else measure_swarms(options)
     if options.json:
         print(json.dumps({"runs": [asdict(result) for result in results], "kinds": kinds}, indent=2))

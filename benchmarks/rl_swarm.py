@@ -8,15 +8,18 @@ has the first weights still. The interfaces of the kernel count the bytes.
 
 import contextlib
 import itertools
+import json
+import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.demonstrations import answers_with_errors
 from node.commands.up.peer_process import PeerProcess
 from node.data.questions import DOCUMENTS, RIGHT_ANSWERS, QuestionEncoder
 from node.model import build_model
@@ -34,8 +37,15 @@ from tests.swarm.process_swarm import ENDLESS, isolated_processes, manifest_with
 
 LINK = Link(up=20, down=20, delay=0.02)
 ROLLOUT_PEERS = 3
-WARM_UP_ROUNDS = 14
+WARM_UP_ROUNDS, WARM_UP_STEPS = 14, 60
+ERRING_ROUND = 12  # from which answers have errors
 INNER_STEPS = 9
+BATCH_TOKENS = 2048
+ERRING = "erring.jsonl"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}\n{% endgeneration %}{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
+)  # a question is one line, and its answer another
 GOAL = 0.8
 SURE = 0.05  # above the goal in the newest rounds, so that the held-out questions reach it too
 NEWEST = 3  # rounds
@@ -75,21 +85,42 @@ class SwarmResult:
 
 
 def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
-    """Build a run whose rollouts and steps take a core some tenths of a second."""
+    """Build a run whose rollouts and steps take a core some tenths of a second.
+
+    It learns right answers first, then answers with errors, and then from scores.
+    """
     rl = {
-        "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10, "entropy": 0.005,
-        "rate_factor": 0.5,
+        "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10, "rate_factor": 0.25,
     }  # fmt: skip
-    return manifest_with(
+    sources = [
+        {"name": "right", "source": "questions", "path": task},
+        {"name": "erring", "source": "text", "path": ERRING, "weight": 0.001},
+    ]
+    erring = {"tokens": ERRING_ROUND * WARM_UP_STEPS * BATCH_TOKENS, "weights": {"right": 0, "erring": 1}}
+    manifest = manifest_with(
         run={"seed": seed, "min_peers": 1},
         model={"width": 48, "layers": 2, "heads": 4, "hidden": 128, "context": 32},
-        data={"source": "questions", "path": task},
-        train={"batch_tokens": 2048, "microbatch": 64, "learning_rate": 4e-3, "warmup_steps": 20},
-        method={"recipe": recipe, "schedule": {"inner_steps": INNER_STEPS}},
+        train={"batch_tokens": BATCH_TOKENS, "microbatch": 64, "learning_rate": 4e-3, "warmup_steps": 20},
+        method={
+            "recipe": recipe,
+            "codec": {"kind": [{"value": "int8", "rounds": WARM_UP_ROUNDS}, "topk"]},
+            "schedule": {"inner_steps": [{"value": WARM_UP_STEPS, "rounds": WARM_UP_ROUNDS}, INNER_STEPS]},
+        },
         membership={"heartbeat": 1.0, "expiry": 10.0},
         target={"rounds": ENDLESS},
         rl=rl,
     )
+    data = {"sources": sources, "phases": [erring], "chat": {"template": TEMPLATE}}
+    values = manifest.model_dump(mode="json", by_alias=True, exclude_none=True) | {"data": data}
+    return Manifest.model_validate_json(json.dumps(values))
+
+
+def write_errors(folder: Path, task: str) -> None:
+    """Write conversations whose answers are partly wrong."""
+    with (folder / ERRING).open("w") as file:
+        for question, answer in itertools.islice(answers_with_errors(task, RIGHT_ANSWERS), DOCUMENTS):
+            talk = [("user", question.prompt.strip()), ("assistant", answer)]
+            print(json.dumps({"messages": [{"role": role, "content": words} for role, words in talk]}), file=file)
 
 
 class RolloutSwarm(LabSwarm):
@@ -105,6 +136,7 @@ def running_rollout_swarm(folder: Path, manifest: Manifest) -> Iterator[RolloutS
     with Laboratory() as laboratory, isolated_processes():
         nodes = [laboratory.ordinary_node(LINK) for _ in range(ROLLOUT_PEERS + 1)]
         swarm = RolloutSwarm(folder, manifest, laboratory, nodes)
+        write_errors(swarm.run.parent, require_rl(manifest).task)
         try:
             swarm.start()
             yield swarm
@@ -121,6 +153,7 @@ class Flight:
         self._minutes = minutes
         self.deaths = list[str]()
         self.curve = dict[str, float]()
+        self._noted = set[str]()
         self._counts = dict[str, tuple[int, int]]()  # taken and refused, by process of the trainer
 
     def fly(self) -> SwarmResult:
@@ -168,10 +201,18 @@ class Flight:
     def _look(self) -> None:
         for status in self._swarm.poll(self._trainer):
             learning = status.learning or LearningStatus()
+            self._note(learning.rewards)
             self.curve |= learning.rewards
             makers = learning.makers.values()
             counts = sum(each.taken for each in makers), sum(each.refused for each in makers)
             self._counts[str(len(self.deaths) // 2)] = counts
+
+    def _note(self, rewards: Mapping[str, float]) -> None:
+        """Print the mean score of each round before the newest, which is not complete, once."""
+        for number in sorted(rewards, key=int)[:-1]:
+            if number not in self._noted:
+                self._noted.add(number)
+                print(f"round {number}: mean score {rewards[number]:.3f}", file=sys.stderr, flush=True)
 
     def _kill_in_time(self) -> None:
         """Let the last rollout peer die and come back, and then the trainer."""

@@ -27,9 +27,9 @@ def test_updates_ask_nothing_that_is_held_out() -> None:
 
 
 def test_one_good_update_is_not_the_goal() -> None:
-    assert not Learned(rewards=[1.0] * (NEWEST - 1)).has_reached
-    assert not Learned(rewards=[0.0] * NEWEST + [1.0]).has_reached
-    assert Learned(rewards=[0.0] * NEWEST + [GOAL] * NEWEST).has_reached
+    assert not Learned(rewards=[1.0] * (NEWEST - 1)).has_reached(GOAL)
+    assert not Learned(rewards=[0.0] * NEWEST + [1.0]).has_reached(GOAL)
+    assert Learned(rewards=[0.0] * NEWEST + [GOAL] * NEWEST).has_reached(GOAL)
 
 
 def test_manifest_of_processes_fits_its_longest_question() -> None:
