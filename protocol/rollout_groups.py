@@ -102,9 +102,9 @@ class GroupLimits:
 
     @classmethod
     def of(cls, manifest: Manifest, steps: int) -> Self:
-        """Return the limits of a run whose rounds have this number of inner steps."""
+        """Return the limits of a run whose rounds have at most this number of inner steps."""
         rl = require_rl(manifest)
-        return cls(rl.group, rl.answer_tokens, manifest.model.vocabulary, (rl.ahead + 1) * rl.groups * steps)
+        return cls(rl.group, rl.answer_tokens, manifest.model.vocabulary, groups_of_round(rl, steps))
 
     def check(self, body: wire.RolloutGroup) -> None:
         """Raise PeerFault unless a group has the shape that the manifest prescribes."""
@@ -138,6 +138,11 @@ def _answer_from_wire(answer: wire.RolloutAnswer) -> DrawnAnswer:
     if not all(LEAST_LOG_PROBABILITY <= value <= 0.0 for value in values):  # NaN is not at least it
         raise MalformedError("a log probability that no token has")
     return DrawnAnswer(tuple(answer.tokens), values)
+
+
+def groups_of_round(rl: ReinforcementSection, steps: int) -> int:
+    """Return how many groups one maker draws at most in a round of so many inner steps."""
+    return (rl.ahead + 1) * rl.groups * steps
 
 
 def require_rl(manifest: Manifest) -> ReinforcementSection:

@@ -32,6 +32,7 @@ from protocol.rollout_groups import (
     GroupLimits,
     Place,
     check_page,
+    groups_of_round,
     open_group,
     require_rl,
 )
@@ -112,7 +113,7 @@ class RolloutFeed:
         faults: FaultSink,
         status: StatusReporter,
     ) -> None:
-        rl, steps = require_rl(state.manifest), state.planner.plan(0).steps
+        rl = require_rl(state.manifest)
         self._rl = rl
         self._run_id = state.run_id
         self._transport = node.transport
@@ -121,9 +122,9 @@ class RolloutFeed:
         self._send = send
         self._background = BackgroundTasks(faults)
         self._status = status
-        self._limits = GroupLimits.of(state.manifest, steps)
-        batch = rl.groups * steps
-        self.intake = RolloutIntake(state.run_id, node.peer_id, (rl.ahead + 1) * batch, rl.max_age)
+        # Those of the maker: a smaller bound would refuse honest groups in runs whose rounds grow or overlap.
+        self._limits = GroupLimits.of(state.manifest, state.planner.max_steps)
+        self.intake = RolloutIntake(state.run_id, node.peer_id, self._capacity(0), rl.max_age)
         self.figures = RolloutFigures()
         self.makers = RecentTable[PeerId, MakerFigures](MAX_MAKERS)
         self._seen_round = -1
@@ -173,6 +174,7 @@ class RolloutFeed:
         if chain.round == self._seen_round:
             return
         is_first, self._seen_round = self._seen_round < 0, chain.round
+        self.intake.capacity = self._capacity(chain.round)
         makers = frozenset[PeerId]()
         for entry in chain.log.commits[-self._rl.max_age - 1 :]:
             makers = frozenset(contribution.sender for contribution in entry.body.contributions)
@@ -182,6 +184,9 @@ class RolloutFeed:
             self._came_in = chain.round
         else:
             self.intake.begin_round(chain.round, {*makers, *self._view.trainers(), me})
+
+    def _capacity(self, round_number: int) -> int:
+        return groups_of_round(self._rl, self._state.planner.plan(round_number).steps)
 
     def _is_early(self) -> bool:
         """Return whether the groups of the round are shared among others that live; the next round's are ours too."""

@@ -43,7 +43,7 @@ from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import RolloutsReply, RolloutsRequest
 from protocol.murmur_pb2_grpc import RolloutsServicer, add_RolloutsServicer_to_server
 from protocol.recent import RecentTable
-from protocol.rollout_groups import MAX_REASON_CHARACTERS, GroupLimits, Place, page_of, require_rl, sign_group
+from protocol.rollout_groups import MAX_REASON_CHARACTERS, GroupLimits, Place, groups_of_round, page_of, require_rl, sign_group
 from protocol.signing import MAX_ROUND
 from protocol.tasks import cancel_and_wait
 from protocol.transport.rate_limit import TokenBuckets
@@ -79,6 +79,7 @@ class Roller:
         self._node = node
         self._store = store
         self._rl = rl
+        self._planner = planner
         self.limits = GroupLimits.of(manifest, planner.max_steps)
         self._journal = GroupJournal(node.run_dir.path / FILE_NAME, manifest.run_id)
         held = self._journal.load(node.peer_id, self.limits)
@@ -118,7 +119,7 @@ class Roller:
         state, number = self._store.blob, self._store.chain.round
         if state is None or self._store.is_complete or not self._rl.has_begun(number):
             return False
-        self.outbox.begin_round(number)
+        self.outbox.begin_round(number, groups_of_round(self._rl, self._planner.plan(number).steps))
         places = self.outbox.next_places(max(1, TEXTS_AT_ONCE // self._rl.group)) if self.outbox.round == number else []
         if not places:
             return False

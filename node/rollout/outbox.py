@@ -53,7 +53,7 @@ class GroupOutbox:
     """The groups of the last rounds, in the order of their places.
 
     Args:
-        limit: groups of one round, and groups that no trainer has fetched.
+        limit: groups of one round, and groups that no trainer has fetched, until a round has another one.
         max_age: rounds for which groups are kept.
         held: the groups of an earlier process.
     """
@@ -66,8 +66,9 @@ class GroupOutbox:
         self._asked = RecentTable[PeerId, Place](MAX_TRAINERS)
         self.made = 0  # by this process
 
-    def begin_round(self, number: int) -> None:
+    def begin_round(self, number: int, limit: int | None = None) -> None:
         """Begin with the weights after `number` rounds, and drop the groups that are too old."""
+        self._limit = self._limit if limit is None else limit
         if number > self._next.round:
             self._next = Place(number, 0)
         while self._held and self._held[0].place.round < number - self._max_age:

@@ -12,7 +12,7 @@ from protocol.errors import UnreachableError
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import RolloutGroup as WireGroup
 from protocol.murmur_pb2 import RolloutsReply
-from protocol.rollout_groups import Place, sign_group
+from protocol.rollout_groups import Place, groups_of_round, require_rl, sign_group
 from tests.node.trainer.test_reinforcement import MANIFEST
 from tests.protocol.test_rollouts import ANSWER, GROUP, MAKERS
 
@@ -32,7 +32,7 @@ class Peers(RolloutFeed):
         self.dead = set[PeerId]()
         self.live = ["me"]
         self.chain = chain = SimpleNamespace(round=3, log=SimpleNamespace(commits=()))
-        planner = SimpleNamespace(plan=lambda number: SimpleNamespace(steps=5))
+        planner = SimpleNamespace(plan=lambda number: SimpleNamespace(steps=5 if number else 1), max_steps=9)
         state = SimpleNamespace(
             manifest=MANIFEST, run_id=MANIFEST.run_id, planner=planner, replicated=SimpleNamespace(chain=chain)
         )
@@ -115,6 +115,18 @@ async def test_trainer_gets_as_many_groups_as_it_wants_oldest_first() -> None:
     feed.on_trainer_message(RolloutsWanted(count=50))
     await feed.turn()
     assert len(set(feed.places)) == 12, "each group once"
+
+
+async def test_all_groups_that_an_honest_maker_may_draw_are_taken_in_rounds_that_grow() -> None:
+    """The first round has one step, this one five, and some have nine."""
+    feed, rl = Peers(), require_rl(MANIFEST)
+    feed.served = dict.fromkeys(NAMES, 0) | {NAMES[0]: groups_of_round(rl, 9)}
+    feed.on_trainer_message(READY)
+    for _ in range(40):
+        feed.on_trainer_message(RolloutsWanted(count=50))
+        await feed.turn()
+    assert feed.intake.capacity == groups_of_round(rl, 5)
+    assert len(feed.places) == feed.served[NAMES[0]] and not feed.lines
 
 
 async def test_restarted_trainer_gets_the_groups_after_its_snapshot_again() -> None:

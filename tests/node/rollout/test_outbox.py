@@ -55,6 +55,16 @@ def test_round_has_a_bound_although_all_groups_are_fetched() -> None:
     assert outbox.next_places(1) == [Place(2, 0)]
 
 
+def test_round_of_fewer_steps_has_fewer_groups() -> None:
+    outbox = GroupOutbox(limit=6, max_age=9)
+    outbox.begin_round(1, 4)
+    assert len(filled(outbox, 9)) == 4
+    outbox.begin_round(2, 2)
+    assert outbox.next_places(9) == [], "four groups wait"
+    list(outbox.serve("trainer", Place(2, 0)))
+    assert len(filled(outbox, 9)) == 2
+
+
 def test_groups_of_old_rounds_are_dropped_and_the_others_stay_for_a_trainer_that_comes_back() -> None:
     outbox = GroupOutbox(limit=6, max_age=1)
     for number in (1, 2, 3):
