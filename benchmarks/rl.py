@@ -13,14 +13,14 @@ with public noise, rewards centred in each group, and a loss with a trust region
 Rewards are those of questions that are asked in no update, at temperature 1.
 
 `--ages`: the same, where the policy that draws is some updates older than the one that learns, by each loss and by one
-without a trust region, which no run may have; all with equally many answers.
+without a trust region, which no run may have; and one or two trainers that share the groups of rounds of nine steps.
+All learn from equally many answers.
 
 The last table judges claimed rollouts of the model after the warm-up, about 300 tokens of one peer at a time: `exact`
 is the rule for devices of one kind, `sum` that for others, calibrated on half of the honest bf16 claims.
 """
 
 import argparse
-import copy
 import functools
 import itertools
 import json
@@ -28,8 +28,8 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,8 +61,10 @@ ANSWER_TOKENS = 12
 GROUP, GROUPS = 8, 16
 ENTROPY = 0.0
 RATE = 1e-3
-LIKELIEST, MEDIOCRE = 0.95, 0.35  # mean rewards at which the two parts of the warm-up end, at temperature 0 and 1
+LIKELIEST, MEDIOCRE = 0.9, 0.35  # mean rewards at which the two parts of the warm-up end, at temperature 0 and 1
+ERRING = 0.3  # mean score of the answers that the second part learns
 MOST_STEPS = 3000  # of a part
+ROUND_STEPS = 9
 GOAL = 0.85  # of the mean of `NEWEST` updates; a little more than is promised for held-out questions
 NEWEST = 25
 FIRST_SCORED, HELD_OUT = 500_000, 1_000_000  # numbers of the first questions
@@ -141,7 +143,7 @@ def warm_up(model: LanguageModel, task: str, run: str) -> LanguageModel:
     held = held_out_prompts(task, run)
     right, erring = (
         (each for each in answers if each[0].prompt not in held)
-        for answers in (right_answers(task, run), answers_with_errors(task, run))
+        for answers in (right_answers(task, run), answers_with_errors(task, run, ERRING))
     )
     imitate(model, right, 4e-3, lambda: mean_reward(model, task, run, 128, temperature=0.0) >= LIKELIEST)
     return imitate(model, erring, 5e-4, lambda: mean_reward(model, task, run, 128) <= MEDIOCRE)
@@ -151,12 +153,13 @@ def imitate(
     model: LanguageModel, answers: Iterator[tuple[Question, str]], rate: float, has_learned: Callable[[], bool]
 ) -> LanguageModel:
     """Learn answers until this holds; returns the policy before the last steps. AssertionError if it never holds."""
-    optimizer, older = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0), model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    older = model
     for step in range(MOST_STEPS):
         if step % 20 == 0:
             if has_learned():
                 return older
-            older = copy.deepcopy(model)
+            older = copy_of(model)
         given = [
             Rollout(question, encode(question.prompt), 0, encode(answer + "\n"), [], 1.0)
             for question, answer in itertools.islice(answers, 64)
@@ -227,7 +230,9 @@ class Learning:
 
     Attributes:
         goal: mean reward of the newest updates at which it ends.
-        age: updates between the policy that draws an answer and the one that learns from it.
+        age: rounds between the policy that draws an answer and the one that learns from it.
+        trainers: that share the groups, and take the mean of their weights after each round.
+        steps: updates of a round, in which one policy draws.
     """
 
     updates: int = 1000
@@ -235,14 +240,19 @@ class Learning:
     entropy: float = ENTROPY
     goal: float = GOAL
     age: int = 0
+    trainers: int = 1
+    steps: int = 1
 
 
 def reinforce(model: LanguageModel, task: str, run: str, way: Learning) -> Learned:
     """Learn from groups of scored rollouts, up to the goal."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, betas=(0.9, 0.99))
+    models = [model, *(copy_of(model) for _ in range(way.trainers - 1))]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=RATE, weight_decay=0.0, betas=(0.9, 0.99)) for each in models]
     questions, learned, policies = asked(task, run), Learned(), deque[LanguageModel](maxlen=way.age + 1)
     while learned.updates < way.updates and not learned.has_reached(way.goal):
-        policies.append(copy.deepcopy(model) if way.age else model)
+        if learned.updates % way.steps == 0:
+            take_mean(models)
+            policies.append(copy_of(model))
         chosen = [question for question in itertools.islice(questions, GROUPS) for _ in range(GROUP)]
         groups = [number // GROUP for number in range(len(chosen))]
         keys = [noise_key(run, learned.updates, number) for number in range(len(chosen))]
@@ -252,11 +262,23 @@ def reinforce(model: LanguageModel, task: str, run: str, way: Learning) -> Learn
         learned.skipped += advantages.skipped_groups
         learned.rewards.append(float(rewards.mean()))
         learned.updates += 1
-        kept = [number for number, value in enumerate(advantages.values.tolist()) if value != 0.0]
-        if kept:
-            own = [drawn[number] for number in kept]
-            learned.metrics = _learn(model, optimizer, own, advantages.values[kept], way)
+        for place, (trained, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            mine = [group % way.trainers == place for group in groups]
+            kept = [number for number, value in enumerate(advantages.values.tolist()) if value != 0.0 and mine[number]]
+            if kept:
+                own = [drawn[number] for number in kept]
+                learned.metrics = _learn(trained, optimizer, own, advantages.values[kept], way)
+    take_mean(models)
     return learned
+
+
+@torch.no_grad()
+def take_mean(models: Sequence[LanguageModel]) -> None:
+    """Give all models the mean of their weights."""
+    if len(models) > 1:
+        mean = torch.stack([each.flat for each in models]).mean(dim=0)
+        for each in models:
+            each.load_flat(mean)
 
 
 def _learn(
@@ -286,12 +308,14 @@ LOSSES: dict[str, PolicyLoss] = {**POLICY_LOSSES, "unclipped": unclipped}
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to learn from old answers, and what it came to after the same number of answers as all others."""
+    """A way to learn, and what it came to after the same number of answers as all others."""
 
     task: str
     seed: int
     loss: str
     age: int
+    trainers: int
+    steps: int
     before: float
     after: float
     mismatch_kl: float
@@ -300,19 +324,29 @@ class Arm:
     curve: list[float]
 
 
-def measure_ages(task: str, seed: int, ages: Sequence[int], updates: int, entropy: float) -> Iterator[Arm]:
-    """Learn from answers of several ages by each loss, after the same warm-up."""
+def ways_to_compare(options: argparse.Namespace) -> Iterator[Learning]:
+    """Yield fresh answers, old ones by each loss, and rounds of one and of two trainers."""
+    fresh = Learning(options.updates, options.loss, options.entropy, math.inf)
+    yield fresh
+    for age, loss in itertools.product(options.ages, LOSSES):
+        yield replace(fresh, age=age, loss=loss)
+    for trainers in (1, 2):
+        yield replace(fresh, trainers=trainers, steps=ROUND_STEPS)
+
+
+def compare_ways(task: str, seed: int, ways: Iterable[Learning]) -> Iterator[Arm]:
+    """Learn in several ways after the same warm-up."""
     run, warm = f"benchmark {seed}", build_model(MODEL)
     warm.load_flat(initial_weights(MODEL, seed))
     warm_up(warm, task, run)
     before = mean_reward(warm, task, run)
-    for age, loss in [(0, "dppo"), *itertools.product(ages, LOSSES)]:
-        model = copy.deepcopy(warm)
-        learned = reinforce(model, task, run, Learning(updates, loss, entropy, math.inf, age))
+    for way in ways:
+        model = copy_of(warm)
+        learned = reinforce(model, task, run, way)
         after, metrics = mean_reward(model, task, run), learned.metrics
         yield Arm(
-            task, seed, loss, age, before, after, metrics["mismatch_kl"], metrics["effective_samples"],
-            metrics["clipped"], list(learned.curve()),
+            task, seed, way.loss, way.age, way.trainers, way.steps, before, after, metrics["mismatch_kl"],
+            metrics["effective_samples"], metrics["clipped"], list(learned.curve()),
         )  # fmt: skip
 
 
@@ -322,7 +356,7 @@ def measure(task: str, seed: int, way: Learning) -> tuple[Result, LanguageModel,
     model = build_model(MODEL)
     model.load_flat(initial_weights(MODEL, seed))
     older = warm_up(model, task, run)
-    warm, before = copy.deepcopy(model), mean_reward(model, task, run)
+    warm, before = copy_of(model), mean_reward(model, task, run)
     learned = reinforce(model, task, run, way)
     after, control = mean_reward(model, task, run), mean_reward(warm, task, run, noise="again")
     seconds = time.process_time() - start
@@ -373,9 +407,16 @@ def forge(kind: str, model: LanguageModel, drawn: Sequence[Rollout]) -> Iterator
             yield rollout
 
 
+def copy_of(model: LanguageModel) -> LanguageModel:
+    """Build a model with the same weights, whose parameters are parts of its vector."""
+    other = build_model(MODEL)
+    other.load_flat(model.flat.detach().clone())
+    return other
+
+
 def rounded(model: LanguageModel) -> LanguageModel:
     """Round each matrix to 8 bits, with one scale for each row."""
-    coarse = copy.deepcopy(model)
+    coarse = copy_of(model)
     with torch.no_grad():
         for parameter in coarse.parameters():
             if parameter.dim() == 2:
@@ -435,13 +476,14 @@ def measure_swarms(options: argparse.Namespace) -> tuple[list[SwarmResult], dict
     return results, judge_kinds(options.tasks[0], warm, older, options.peers)
 
 
-def print_ages(options: argparse.Namespace) -> None:
-    """Measure learning from old answers, and print a line for each arm while the next one is measured."""
+def print_ways(options: argparse.Namespace) -> None:
+    """Measure ways to learn, and print a line for each arm while the next one is measured."""
     found = list[Arm]()
     for task, seed in itertools.product(options.tasks, range(options.seeds)):
-        for arm in measure_ages(task, seed, options.ages, options.updates, options.entropy):
+        for arm in compare_ways(task, seed, ways_to_compare(options)):
             found.append(arm)
-            line = f"{arm.task}, seed {arm.seed}, age {arm.age}, {arm.loss}: reward {arm.before:.3f} -> {arm.after:.3f}"
+            way = f"age {arm.age}, {arm.loss}, {arm.trainers} of {arm.steps} steps"
+            line = f"{arm.task}, seed {arm.seed}, {way}: reward {arm.before:.3f} -> {arm.after:.3f}"
             print(f"{line}, mismatch {arm.mismatch_kl:.4f}, clipped {arm.clipped:.3f}", file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps([asdict(arm) for arm in found], indent=2))
@@ -483,7 +525,7 @@ def main() -> None:
         parser.error(f"{reason}; --local needs no networks")
     torch.set_num_threads(1)
     if options.ages:
-        print_ages(options)
+        print_ways(options)
         return
     results, kinds = measure_local(options) if options.local else measure_swarms(options)
     if options.json:

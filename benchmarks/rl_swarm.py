@@ -38,6 +38,7 @@ from tests.swarm.process_swarm import ENDLESS, isolated_processes, manifest_with
 LINK = Link(up=20, down=20, delay=0.02)
 ROLLOUT_PEERS = 3
 WARM_UP_ROUNDS, WARM_UP_STEPS = 14, 60
+ERRING_SCORE = 0.4
 ERRING_ROUND = 12  # from which answers have errors
 INNER_STEPS = 9
 BATCH_TOKENS = 2048
@@ -87,10 +88,11 @@ class SwarmResult:
 def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
     """Build a run whose rollouts and steps take a core some tenths of a second.
 
-    It learns right answers first, then answers with errors, and then from scores.
+    It learns right answers first, then answers with errors at a tenth of the rate, and then from scores.
     """
     rl = {
-        "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10, "rate_factor": 0.25,
+        "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10,
+        "rate_factor": 2.5,
     }  # fmt: skip
     sources = [
         {"name": "right", "source": "questions", "path": task},
@@ -100,7 +102,14 @@ def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
     manifest = manifest_with(
         run={"seed": seed, "min_peers": 1},
         model={"width": 48, "layers": 2, "heads": 4, "hidden": 128, "context": 32},
-        train={"batch_tokens": BATCH_TOKENS, "microbatch": 64, "learning_rate": 4e-3, "warmup_steps": 20},
+        train={
+            "batch_tokens": BATCH_TOKENS,
+            "microbatch": 64,
+            "learning_rate": 4e-3,
+            "warmup_steps": 20,
+            "schedule": "wsd",
+            "decay_steps": ERRING_ROUND * WARM_UP_STEPS,
+        },
         method={
             "recipe": recipe,
             "codec": {"kind": [{"value": "int8", "rounds": WARM_UP_ROUNDS}, "topk"]},
@@ -118,7 +127,7 @@ def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
 def write_errors(folder: Path, task: str) -> None:
     """Write conversations whose answers are partly wrong."""
     with (folder / ERRING).open("w") as file:
-        for question, answer in itertools.islice(answers_with_errors(task, RIGHT_ANSWERS), DOCUMENTS):
+        for question, answer in itertools.islice(answers_with_errors(task, RIGHT_ANSWERS, ERRING_SCORE), DOCUMENTS):
             talk = [("user", question.prompt.strip()), ("assistant", answer)]
             print(json.dumps({"messages": [{"role": role, "content": words} for role, words in talk]}), file=file)
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -43,7 +44,15 @@ from protocol.manifest.run import Manifest
 from protocol.murmur_pb2 import RolloutsReply, RolloutsRequest
 from protocol.murmur_pb2_grpc import RolloutsServicer, add_RolloutsServicer_to_server
 from protocol.recent import RecentTable
-from protocol.rollout_groups import MAX_REASON_CHARACTERS, GroupLimits, Place, groups_of_round, page_of, require_rl, sign_group
+from protocol.rollout_groups import (
+    MAX_REASON_CHARACTERS,
+    GroupLimits,
+    Place,
+    groups_of_round,
+    page_of,
+    require_rl,
+    sign_group,
+)
 from protocol.signing import MAX_ROUND
 from protocol.tasks import cancel_and_wait
 from protocol.transport.rate_limit import TokenBuckets
@@ -119,7 +128,9 @@ class Roller:
         state, number = self._store.blob, self._store.chain.round
         if state is None or self._store.is_complete or not self._rl.has_begun(number):
             return False
-        self.outbox.begin_round(number, groups_of_round(self._rl, self._planner.plan(number).steps))
+        self.outbox.begin_round(
+            number, groups_of_round(self._rl, self._planner.plan(number).steps), self._share_of_waiting()
+        )
         places = self.outbox.next_places(max(1, TEXTS_AT_ONCE // self._rl.group)) if self.outbox.round == number else []
         if not places:
             return False
@@ -131,6 +142,14 @@ class Roller:
             return False
         await self._add(number, reply)
         return True
+
+    def _share_of_waiting(self) -> float:
+        """Return the number of trainers over that of rollout peers, at most 1."""
+        others = {
+            peer: record.role for peer, record in self._node.admitted.records().items() if peer != self._node.peer_id
+        }
+        roles = Counter(others.values())
+        return min(1.0, max(1, roles["trainer"]) / (1 + roles["rollout"]))
 
     async def _add(self, number: int, reply: DrawReply) -> None:
         self.device = reply.device

@@ -1,8 +1,9 @@
 """Hold the groups of a rollout peer: which one comes next, which ones a trainer may fetch, when to pause.
 
 Groups of a round have the serials 0, 1, 2 ... without gaps; a new round begins at 0 again. The peer makes at most
-`limit` groups in a round, and at most as many that no trainer has fetched, so a peer that nobody asks does no work in
-vain. A trainer that asks from a place on has all groups before it. `GroupOutbox` decides this and is pure.
+`limit` groups in a round, and its share of as many that no trainer has fetched: a peer that nobody asks does no work in
+vain, and many peers together do not draw so much that groups grow old before a trainer learns them. A trainer that asks
+from a place on has all groups before it. `GroupOutbox` decides this and is pure.
 
 `GroupJournal` keeps the groups in a file, so that the peer goes on at the same group after its death:
 
@@ -16,6 +17,7 @@ while the weights are the same; otherwise the next round begins.
 
 import hashlib
 import logging
+import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -53,22 +55,28 @@ class GroupOutbox:
     """The groups of the last rounds, in the order of their places.
 
     Args:
-        limit: groups of one round, and groups that no trainer has fetched, until a round has another one.
+        limit: groups of one round, until a round has another one.
         max_age: rounds for which groups are kept.
         held: the groups of an earlier process.
     """
 
     def __init__(self, limit: int, max_age: int, held: Iterable[HeldGroup] = ()) -> None:
-        self._limit = limit
+        self._limit = self._most_waiting = limit
         self._max_age = max_age
         self._held = deque(held)
         self._next = self._held[-1].place.next if self._held else Place()
         self._asked = RecentTable[PeerId, Place](MAX_TRAINERS)
         self.made = 0  # by this process
 
-    def begin_round(self, number: int, limit: int | None = None) -> None:
-        """Begin with the weights after `number` rounds, and drop the groups that are too old."""
+    def begin_round(self, number: int, limit: int | None = None, share: float = 1.0) -> None:
+        """Begin with the weights after `number` rounds, and drop the groups that are too old.
+
+        Args:
+            limit: groups of the round.
+            share: of `limit` that may wait for a trainer; less than 1 where other makers have groups for it too.
+        """
         self._limit = self._limit if limit is None else limit
+        self._most_waiting = max(1, math.ceil(share * self._limit))
         if number > self._next.round:
             self._next = Place(number, 0)
         while self._held and self._held[0].place.round < number - self._max_age:
@@ -81,7 +89,7 @@ class GroupOutbox:
 
     def next_places(self, count: int) -> list[Place]:
         """Return the places of the next groups, at most `count`; none while the peer has to pause."""
-        room = min(count, self._limit - self._next.serial, self._limit - self.waiting)
+        room = min(count, self._limit - self._next.serial, self._most_waiting - self.waiting)
         return [Place(self._next.round, self._next.serial + index) for index in range(room)]
 
     def add(self, made: Iterable[HeldGroup]) -> None:

@@ -21,19 +21,21 @@ ANSWER = DrawnAnswer((1, 2), (-0.5, -1.0))
 class Maker:
     """A rollout peer that sees a new round a while after the trainers."""
 
-    def __init__(self, identity: Identity, delay: float) -> None:
+    def __init__(self, identity: Identity, delay: float, rate: float = RATE, share: float = 1.0) -> None:
         self.identity = identity
+        self._rate = rate
+        self._share = share
         self._delay = delay
         self._due = 0.0
         self.outbox = GroupOutbox(SERIALS, MAX_AGE)
 
     def work(self, now: float, begun: list[float]) -> None:
         known = sum(at + self._delay <= now for at in begun)
-        self.outbox.begin_round(known)
+        self.outbox.begin_round(known, SERIALS, self._share)
         while self._due <= now and (places := self.outbox.next_places(1)):
             group = RolloutGroup(places[0].round, places[0].serial, "cpu", (ANSWER, ANSWER))
             self.outbox.add([HeldGroup(places[0], sign_group(self.identity, RUN, group))])
-            self._due = max(self._due, now - POLL) + 1 / RATE
+            self._due = max(self._due, now - POLL) + 1 / self._rate
 
 
 def learn(makers: int, trainers: int) -> Counter[tuple[str, Place]]:
@@ -74,3 +76,25 @@ def test_each_group_is_learned_by_one_trainer(trainers: int) -> None:
     learned = learn(3, trainers)
     assert max(learned.values()) == 1
     assert learned.total() > 0.8 * 3 * RATE * SECONDS
+
+
+@pytest.mark.parametrize("makers", [1, 3, 8])
+def test_makers_that_are_faster_than_the_trainer_do_not_let_groups_grow_old(makers: int) -> None:
+    """A trainer takes a batch in ten seconds, and its makers could draw fifty."""
+    peers = [Maker(identity, 0.0, 5 * GROUPS * STEPS / makers, 1 / makers) for identity in MAKERS[:makers]]
+    pool, begun, ages = RolloutIntake(RUN, "trainer", SERIALS, MAX_AGE), list[float](), list[int]()
+    for tick in range(200):
+        now = tick * POLL
+        if tick % 20 == 0:
+            begun.append(now)
+            pool.begin_round(len(begun), ["trainer"])
+            ages += [len(begun) - each.group.place.round for each in pool.take(GROUPS * STEPS, len(begun))]
+        for peer in peers:
+            peer.work(now, begun)
+        for maker, since in pool.wanted(peer.identity.peer_id for peer in peers).items():
+            own = next(peer for peer in peers if peer.identity.peer_id == maker)
+            for signed in page_of(own.outbox.serve("trainer", since)):
+                if not pool.is_full:
+                    pool.offer(open_group(signed, RUN, maker, LIMITS))
+    assert len(ages) >= 8 * GROUPS * STEPS and pool.counts["too old"] == 0
+    assert max(ages) <= 2 * (AHEAD + 1), "of what the pool and the makers together hold"

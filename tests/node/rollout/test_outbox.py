@@ -65,6 +65,18 @@ def test_round_of_fewer_steps_has_fewer_groups() -> None:
     assert len(filled(outbox, 9)) == 2
 
 
+def test_peer_lets_others_draw_too() -> None:
+    outbox = GroupOutbox(limit=6, max_age=9)
+    outbox.begin_round(1, 6, share=0.5)
+    assert len(filled(outbox, 9)) == 3
+    list(outbox.serve("trainer", Place(1, 3)))
+    assert len(filled(outbox, 9)) == 3, "fetched groups make room, up to those of the round"
+    list(outbox.serve("trainer", Place(1, 6)))
+    assert outbox.next_places(9) == []
+    outbox.begin_round(2, 6, share=0.01)
+    assert len(filled(outbox, 9)) == 1
+
+
 def test_groups_of_old_rounds_are_dropped_and_the_others_stay_for_a_trainer_that_comes_back() -> None:
     outbox = GroupOutbox(limit=6, max_age=1)
     for number in (1, 2, 3):
