@@ -131,7 +131,7 @@ class ChainComparison:
         reason: a sentence about a refusal.
         common: the last head that both chains have; None if it is not kept.
         lost: how many rounds of ours it does not have, at least.
-        is_backed: whether voters decided that of whom ours has no more, so that nobody has to be asked.
+        is_backed: whether voters decided that chain, and no more of them ours, so that nobody has to be asked.
         is_split: whether peers carry each of the chains, although no head in common is kept.
     """
 
