@@ -79,7 +79,8 @@ def newcomer(folder: Path, run: Path, peers: int, keep: float) -> dict[str, floa
         for number in range(peers):
             peer = Person(f"peer-{number}", folder / f"peer-{number}")
             running.append(peer.start("join", f"{page}/run.toml", "--threads", "1", "--name", peer.name))
-        wait_for(lambda: int(httpx2.get(f"{page}/api/v1/state", timeout=5).json()["round"]) >= ROUNDS, "rounds")
+        url = f"{page}/api/v1/state"
+        wait_for(lambda: int(httpx2.get(url, timeout=5).json()["round"]) >= ROUNDS, "rounds", running[1:])
         line = JOIN.search(httpx2.get(f"{page}/", timeout=5).text)
         assert line
         began = time.monotonic()

@@ -12,6 +12,7 @@ from pathlib import Path
 MURMUR = (sys.executable, "-P", "-m", "node.cli")
 PAGE_LINE = re.compile(r"^page +(\S+)/$", re.MULTILINE)
 PATIENCE = 600.0
+END_SECONDS = 10.0  # in which a page may still show the work of peers that have ended
 POLL_SECONDS = 0.2
 
 
@@ -49,10 +50,19 @@ class Person:
         return self.transcript[-1][1].read_text()
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> float:
-    """Wait until the condition holds; return the seconds that it took. Raises TimeoutError."""
-    began = time.monotonic()
+def wait_for(condition: Callable[[], bool], what: str, workers: Sequence[subprocess.Popen[bytes]] = ()) -> float:
+    """Wait until the condition holds; return the seconds that it took.
+
+    Raises:
+        TimeoutError: it does not hold in time.
+        RuntimeError: all of the workers have ended, so it never will.
+    """
+    began = alive = time.monotonic()
     while not condition():
+        if not workers or any(worker.poll() is None for worker in workers):
+            alive = time.monotonic()
+        elif time.monotonic() - alive > END_SECONDS:
+            raise RuntimeError(f"all have ended, with {[worker.returncode for worker in workers]}: {what}")
         if time.monotonic() - began > PATIENCE:
             raise TimeoutError(f"not in {PATIENCE:g} s: {what}")
         time.sleep(POLL_SECONDS)

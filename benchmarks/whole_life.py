@@ -55,7 +55,7 @@ def play(folder: Path, record: Path | None) -> dict[str, float | int | str]:
     try:
         page = _open_run(organiser, running, life)
         _train(organiser, people, page, running, life)
-        _finish(people, page, life)
+        _finish(people, page, running[1:], life)
         _download_model(page, folder / "download", life)
         _verify_receipts(organiser, page, folder / "receipts", life)
         running[0].send_signal(signal.SIGINT)
@@ -87,20 +87,20 @@ def _train(
         name: people[name].start("join", f"{page}/run.toml", "--threads", "1", "--name", name) for name in VOLUNTEERS
     }
     running += joined.values()
-    wait_for(lambda: _round(page) >= 3, "three rounds")
+    wait_for(lambda: _round(page) >= 3, "three rounds", list(joined.values()))
     life.mark("round 3")
     joined["john"].kill()
     joined["john"].wait()
     dead_at = _round(page)
-    wait_for(lambda: _round(page) >= dead_at + 3, "rounds without john")
+    wait_for(lambda: _round(page) >= dead_at + 3, "rounds without john", list(joined.values()))
     running.append(people["john"].start("join", f"{page}/run.toml", "--threads", "1", "--name", "john"))
     print(organiser.run("steer", f"{page}/run.toml", "--set", f"target.tokens={2 * 600_000}"), file=sys.stderr)
     life.mark("the steering")
 
 
-def _finish(people: dict[str, Person], page: str, life: Life) -> None:
+def _finish(people: dict[str, Person], page: str, joined: list[subprocess.Popen[bytes]], life: Life) -> None:
     """Wait for the end; then a late volunteer learns that the run is over."""
-    wait_for(lambda: _state(page)["status"] == "done", "the end of the run")
+    wait_for(lambda: _state(page)["status"] == "done", "the end of the run", joined)
     life.mark("the end")
     people["late"].run("join", f"{page}/run.toml", "--name", "late")
     life.mark("the answer to a late volunteer")
