@@ -21,7 +21,7 @@ from node.run_dir import is_locked, read_json_if_whole
 from node.trainer.ipc.own_loop import connect_loop
 from protocol.errors import AlreadyRunningError, error_with_code
 
-START_SECONDS: Final = 180.0
+START_SECONDS: Final = 300.0  # as `murmur up` waits for its first peer
 END_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.1
 LOG: Final = "daemon.log"
@@ -78,9 +78,14 @@ class NodeProcess:
 
     def end(self) -> None:
         """Let the node leave the run, and wait for it."""
-        if not is_locked(self.folder):  # the process id of a node that has ended may be another program's
+        if self._process is not None:
+            if self._process.poll() is not None:
+                return
+            pid = self._process.pid  # also of a node that is still starting and holds no lock
+        elif not is_locked(self.folder):  # the process id of a node that has ended may be another program's
             return
-        pid = self._process.pid if self._process else int(read_json_if_whole(self.folder / "node.json").get("pid", 0))
+        else:
+            pid = int(read_json_if_whole(self.folder / "node.json").get("pid", 0))
         if pid > 0:
             os.kill(pid, signal.SIGTERM)
         self._has_ended_within(END_SECONDS)

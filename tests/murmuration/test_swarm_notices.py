@@ -2,13 +2,18 @@
 
 import http.server
 import json
+import signal
 import subprocess
 import threading
 from pathlib import Path
 
+import pytest
+
+from murmuration import daemon
 from murmuration.daemon import LOG, NodeProcess
 from murmuration.swarm import QUIET_SECONDS, REPEAT_SECONDS, WaitNotices, describe_wait
 from node.monitoring.status import NodeStatus, Phase
+from protocol.errors import AlreadyRunningError
 
 
 def status(phase: Phase, reason: str = "", round_number: int = 0) -> NodeStatus:
@@ -82,3 +87,21 @@ def test_last_lines_are_those_of_the_newest_end(tmp_path: Path) -> None:
     finally:
         node._process.kill()
         node._process.wait()
+
+
+class SilentNode(NodeProcess):
+    """A node that is still starting, and holds no lock yet."""
+
+    process: "subprocess.Popen[bytes]"
+
+    def _start(self, run: str, arguments: object) -> None:
+        self.process = self._process = subprocess.Popen(["sleep", "60"])
+
+
+def test_node_that_does_not_answer_in_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "START_SECONDS", 0.3)
+    node = SilentNode(tmp_path)
+    with pytest.raises(AlreadyRunningError, match="does not answer"):
+        node.connect("run.toml", ())
+    assert node.process.poll() == -signal.SIGTERM, "it would train on, and nobody would know"
+    node.end()
