@@ -160,10 +160,14 @@ def answer_merge(data: Data) -> str:
 
 
 def answer_rl(data: Data) -> str:
+    """Return the rewards of each task, one seed after the other."""
+    tasks = dict[str, list[Data]]()
+    for run in data["runs"]:
+        tasks.setdefault(run["task"], []).append(run)
     return "; ".join(
-        f"`{run['task']}`, seed {run['seed']}: {run['before']:.2f} to {run['after']:.2f} in {run['updates']} updates, "
-        f"without them {run['control']:.2f}"
-        for run in data["runs"]
+        f"`{task}`: {', '.join('{before:.2f} to {after:.2f}'.format(**run) for run in runs)}, "
+        f"without updates {', '.join('{control:.2f}'.format(**run) for run in runs)}"
+        for task, runs in tasks.items()
     )
 
 
