@@ -307,9 +307,11 @@ def make_row(question: Question, root: Path = ROOT) -> Iterator[str]:
 
 
 def newest_date(data: Data) -> str:
-    """Return the newest date in a tree of JSON; empty if there is none."""
+    """Return the newest date in a tree of JSON, but for searches of rates; empty if there is none."""
     found = ""
     if isinstance(data, Mapping):
+        if data.get("setting") == "grid":  # a search of rates: no table shows it
+            return ""
         found = str(data.get("date", ""))
         children: Sequence[Data] = list(data.values())
     else:
