@@ -395,8 +395,10 @@ class Owner:
             self._on_audit_answer(peer, event.task.serial, answer, now)
             return
         if found is not None:
+            was_silent = self._routers[stage].is_silent(peer)
             self._routers[stage].record_answer(peer, max(0.0, now - found[1].sent))
-            self._changed.add(stage)
+            if was_silent:
+                self._changed.add(stage)
         self._routers[stage].record_rate(peer, answer.rate)
         self._record_life(stage, peer, answer.life, now)
         if found is None or answer.life < self._lives[stage, peer]:
@@ -461,7 +463,8 @@ class Owner:
     def _on_failure(self, event: AskFailed, now: float) -> None:
         stage = self._stage_of[event.task.run]
         until = self._routers[stage].record_silence(event.peer, now)
-        self._changed.add(stage)
+        if self._routers[stage].is_silent(event.peer):
+            self._changed.add(stage)
         if self._is_audit(event.peer, event.task):
             self._on_audit_answer(event.peer, event.task.serial, None, now)
             return

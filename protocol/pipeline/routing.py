@@ -118,6 +118,7 @@ class Router:
         # Peers that accepted work and did not do it, until they get work again; also those that left since.
         self._losses = RecentTable[PeerId, Suspension](REMEMBERED_LOSSES)
         self._hidden: frozenset[PeerId] = frozenset()
+        self._silent: set[PeerId] = set()  # those of the routes that do not answer
         self._now_virtual = 0.0
         self._reported_at = -math.inf  # the last report of a stage without peers
 
@@ -143,6 +144,7 @@ class Router:
             if peer not in self._routes:
                 self._enter(peer, entry.rate, start)
             self._routes[peer].answers_node = entry.answers
+            self._note_silence(peer)
 
     def _enter(self, peer: PeerId, rate: float, start: float) -> None:
         route = self._away.pop(peer, None) or _Route(self._seed_rate(rate), start, self._rng.random())
@@ -158,6 +160,7 @@ class Router:
 
     def remove(self, peer: PeerId) -> None:
         """Give a peer no new microbatches until a record lists it again."""
+        self._silent.discard(peer)
         route = self._routes.pop(peer, None)
         if route is not None and route.outstanding:
             self._away[peer] = route
@@ -188,7 +191,8 @@ class Router:
         if beside_hidden:
             wanted = {peer: route for peer, route in wanted.items() if peer not in self._hidden} or wanted
         wanted = {peer: route for peer, route in wanted.items() if self._loss_until(peer) <= now} or wanted
-        wanted = {peer: route for peer, route in wanted.items() if route.answers} or wanted
+        if self._silent:
+            wanted = {peer: route for peer, route in wanted.items() if peer not in self._silent} or wanted
         reachable = {peer: route for peer, route in wanted.items() if route.banned_until <= now} or wanted
         return {
             peer: route
@@ -204,8 +208,9 @@ class Router:
 
     def take_probes(self, now: float) -> list[PeerId]:
         """Return the peers to probe now: those that do not answer, while another one does."""
-        room = MAX_PROBES - sum(route.is_probed for route in self._routes.values())
-        due = [(route.failures, peer) for peer, route in self._unprobed().items() if route.banned_until <= now]
+        unprobed = self._unprobed()
+        room = MAX_PROBES - len(self._silent) + len(unprobed)
+        due = [(route.failures, peer) for peer, route in unprobed.items() if route.banned_until <= now]
         chosen = [peer for _, peer in sorted(due)[: max(0, room)]]
         for peer in chosen:
             self._routes[peer].is_probed = True
@@ -213,14 +218,25 @@ class Router:
 
     def probe_time(self, now: float) -> float | None:
         """Return when `take_probes` may return more, if nothing happens before."""
-        return min(
-            (route.banned_until for route in self._unprobed().values() if route.banned_until > now), default=None
-        )
+        times = [route.banned_until for route in self._unprobed().values()]
+        return min((time for time in times if time > now), default=None)
 
     def _unprobed(self) -> dict[PeerId, _Route]:
-        if not any(route.answers for route in self._routes.values()):
+        if len(self._silent) == len(self._routes):
             return {}
-        return {peer: route for peer, route in self._routes.items() if not route.answers and not route.is_probed}
+        return {peer: self._routes[peer] for peer in self._silent if not self._routes[peer].is_probed}
+
+    def is_silent(self, peer: PeerId) -> bool:
+        """Return whether a listed peer does not answer."""
+        return peer in self._silent
+
+    def _note_silence(self, peer: PeerId) -> None:
+        """Note whether a peer answers, after something was recorded of it."""
+        route = self._routes.get(peer)
+        if route is not None and not route.answers:
+            self._silent.add(peer)
+        else:
+            self._silent.discard(peer)
 
     def record_probe(self, peer: PeerId, answers: bool, now: float) -> None:
         """Record whether a peer has answered a probe; its failures count until it answers a task."""
@@ -230,6 +246,7 @@ class Router:
         route.is_probed = False
         if answers:
             route.answers_owner = True
+            self._note_silence(peer)
         else:
             self.record_silence(peer, now)
 
@@ -299,6 +316,7 @@ class Router:
         route = self._find(peer)
         if route is not None:
             route.failures, route.banned_until, route.answers_owner = 0, 0.0, True
+            self._note_silence(peer)
             route.round_trip += (SMOOTHING if route.round_trip else 1.0) * (round_trip - route.round_trip)
 
     def record_busy(self, peer: PeerId, sent: float, until: float) -> None:
@@ -318,6 +336,7 @@ class Router:
         route = self._find(peer)
         if route is not None:
             route.answers_owner = False
+            self._note_silence(peer)
         return self.record_failure(peer, now)
 
     def record_failure(self, peer: PeerId, now: float) -> float:
