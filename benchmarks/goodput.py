@@ -10,8 +10,11 @@ started again with the next one. Beside them, data parallel training under the s
 (`benchmarks/failing/models.py`), which exchanges gradients for nothing: synchronous, and elastic with a restart of the
 workers at each change of the group.
 
-    of_living        tokens in commits over those that peers could make from the first step of each life to its end, or
-                     to the last commit that took its work if it was killed: what deaths cost those that live on
+    of_living        tokens in commits over those that peers could make from the first step of each life to the last
+                     commit that took its work: what deaths cost those that live on. A life without one counts as
+                     nothing, unless it goes on and has waited for more than a round and a half: then it counts whole
+    counted          the share of these tokens for which commits count: a claim weighs at most twice the median claim of
+                     its round (docs/security.md), so of speeds 1:8 the fastest two lose a part, deaths or not
     of_all           tokens in commits over those that all processes could make from their start to their death: the
                      time in which they start, and the unfinished work of the dead, count as lost
     at_work          tokens of all steps that they made over those that they could make from the first step of each life
@@ -43,6 +46,7 @@ PEERS = 8
 SHARES = (0.3, 0.6)
 TARGETS: Final = {0.3: 0.95, 0.6: 0.88}
 LONGEST_WAIT = 10.0
+PATIENT_ROUNDS = 1.5  # in which the work of a peer that lives on may be on its way
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "goodput.json"
 PLOT = RESULTS.with_suffix(".svg")
 KINDS: Final[tuple[Kind, ...]] = ("synchronous", "elastic")
@@ -60,6 +64,7 @@ class Figures:
     rounds: int
     deaths: int
     of_living: float
+    counted: float
     of_all: float
     at_work: float
     longest_wait: float
@@ -102,19 +107,22 @@ def is_reached(row: Row) -> bool:
 def measure(share: float, seconds: float, round_seconds: float, seed: int = 0) -> Figures:
     with running(seed, PEERS, round_seconds) as swarm:
         record = observe(swarm, share, seed, seconds)
+    record.round_seconds = round_seconds
     times = sorted(record.rounds.values())
     starts = [
         life.ready - life.begun for lives in record.lives.values() for life in lives[1:] if life.ready is not None
     ]
     start = statistics.median(starts) if starts else 0.0
     for name, taken in record.included.items():
-        counted, could = sum(tokens for _, tokens in taken), possible_of(name, record, to_last_commit=True)
+        claimed = sum(tokens for _, tokens in taken)
+        could = sum(possible_of(life, name, record, to_last_commit=True) for life in record.lives[name])
         lives = [
-            f"{life.begun - record.began:.0f} {(life.ready or 0) - record.began:.0f} "
+            f"{life.begun - record.began:.0f} {life.ready - record.began:.0f} "
             f"{(life.ended or record.ended) - record.began:.0f}, made {life.made}"
             for life in record.lives[name]
+            if life.ready is not None
         ]
-        print(f"{name}: {counted} tokens in {len(taken)} commits, of {could:.0f}; lives {lives}", file=sys.stderr)
+        print(f"{name}: {claimed} tokens in {len(taken)} commits, of {could:.0f}; lives {lives}", file=sys.stderr)
         print([(round(at - record.began), tokens) for at, tokens in taken], file=sys.stderr)
     return Figures(
         share,
@@ -122,8 +130,9 @@ def measure(share: float, seconds: float, round_seconds: float, seed: int = 0) -
         round(record.ended - record.began, 1),
         len(times) - 1,
         len(record.deaths),
-        round(record.tokens / possible(record, to_last_commit=True), 3),
-        round(record.tokens / possible(record, to_last_commit=False), 3),
+        round(share_of_living(record), 3),
+        round(record.counted / record.tokens, 3),
+        round(share_of_all(record), 3),
         round(share_at_work(record), 3),
         round(max(standing.longest for standing in record.standing.values()), 1),
         round(max(later - earlier for earlier, later in zip(times, times[1:], strict=False)), 1),
@@ -133,9 +142,26 @@ def measure(share: float, seconds: float, round_seconds: float, seed: int = 0) -
     )
 
 
-def possible(record: Record, to_last_commit: bool) -> float:
-    """Tokens that the peers could make, in the part of each life that counts."""
-    return sum(possible_of(name, record, to_last_commit) for name in record.lives)
+def share_of_living(record: Record) -> float:
+    """Tokens that commits took of each life, at most what it could make until then, over what it could make.
+
+    A contribution of a first life may hold work from before the begin, so it counts for no more than the life could do.
+    """
+    pairs = [
+        (min(tokens_of(life, name, record), could), could)
+        for name in record.lives
+        for life in record.lives[name]
+        if (could := possible_of(life, name, record, to_last_commit=True)) > 0
+    ]
+    return sum(taken for taken, _ in pairs) / sum(could for _, could in pairs)
+
+
+def share_of_all(record: Record) -> float:
+    """Tokens in commits, over those that all processes could make from their start to their death."""
+    could = sum(
+        possible_of(life, name, record, to_last_commit=False) for name in record.lives for life in record.lives[name]
+    )
+    return record.tokens / could
 
 
 def share_at_work(record: Record) -> float:
@@ -154,26 +180,28 @@ def rates_of(record: Record) -> dict[str, float]:
     return dict(zip(record.lives, (BATCH_TOKENS / each for each in step_seconds(len(record.lives))), strict=True))
 
 
-def possible_of(name: str, record: Record, to_last_commit: bool) -> float:
-    rate = rates_of(record)[name]
-    return sum(
-        rate * max(0.0, end_of(life, name, record, to_last_commit) - begin_of(life, to_last_commit))
-        for life in record.lives[name]
-    )
-
-
-def begin_of(life: Life, to_last_commit: bool) -> float:
-    return (life.ready or float("inf")) if to_last_commit else life.begun
+def possible_of(life: Life, name: str, record: Record, to_last_commit: bool) -> float:
+    begin = (record.ended if life.ready is None else life.ready) if to_last_commit else life.begun
+    return rates_of(record)[name] * max(0.0, end_of(life, name, record, to_last_commit) - begin)
 
 
 def end_of(life: Life, name: str, record: Record, to_last_commit: bool) -> float:
-    if life.ended is None:
-        return record.ended
+    end = record.ended if life.ended is None else life.ended
     if not to_last_commit:
-        return life.ended
-    back = min((other.begun for other in record.lives[name] if other.begun > life.ended), default=record.ended)
-    taken = [at for at, _ in record.included.get(name, ()) if life.begun < at <= back]
-    return min(life.ended, max(taken, default=life.begun))
+        return end
+    last = max((at for at, _ in taken_of(life, name, record)), default=life.begun)
+    is_left_out = life.ended is None and end - last > PATIENT_ROUNDS * record.round_seconds
+    return end if is_left_out else min(end, last)
+
+
+def tokens_of(life: Life, name: str, record: Record) -> int:
+    return sum(tokens for _, tokens in taken_of(life, name, record))
+
+
+def taken_of(life: Life, name: str, record: Record) -> list[tuple[float, int]]:
+    """When commits took how many tokens of a life: those from its start to that of the next one."""
+    back = min((other.begun for other in record.lives[name] if other.begun > life.begun), default=record.ended)
+    return [(at, tokens) for at, tokens in record.included.get(name, ()) if life.begun < at <= back]
 
 
 def model(kind: Kind, share: float, period: float, start: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.played_card import FOLDER_VARIABLE, MODULE, STEP_VARIABLE
-from node.daemon.receipts.ledger import commit_reader, read_ledger
+from node.daemon.receipts.ledger import RunLedger, commit_reader, read_ledger
 from protocol.manifest.run import Manifest
 from tests.netlab.lab.lab_swarm import LabPeer, LabSwarm, running_lab_swarm
 from tests.netlab.lab.laboratory import Laboratory, Link
@@ -95,12 +95,15 @@ class Life:
 class Record:
     """What was seen of a run.
 
-    `rounds`: when each was first seen; `deaths`: when who died; `included`: when commits took how many tokens of whom.
+    `rounds`: when each was first seen; `deaths`: when who died; `included`: when commits took how many tokens of whom;
+    `tokens`: of all these; `counted`: for how many they count, because a claim weighs at most twice the median claim.
     """
 
     began: float = 0.0
     ended: float = 0.0
+    round_seconds: float = 0.0
     tokens: int = 0
+    counted: int = 0
     rounds: dict[int, float] = field(default_factory=dict)
     deaths: list[tuple[float, str]] = field(default_factory=list)
     lives: dict[str, list[Life]] = field(default_factory=dict)
@@ -201,26 +204,28 @@ def observe(swarm: LabSwarm, share: float, seed: int, seconds: float) -> Record:
             print(f"{now - record.began:7.1f} {victim.name} dies", file=sys.stderr)
         if now > record.began + seconds and record.rounds.get(number, 0.0) >= now - 1.0:
             record.ended = now
-            record.included = read_included(swarm, record)
-            record.tokens = sum(tokens for taken in record.included.values() for _, tokens in taken)
+            read_included(swarm, record)
             return record
         time.sleep(POLL_SECONDS)
 
 
-def read_included(swarm: LabSwarm, record: Record) -> dict[str, list[tuple[float, int]]]:
-    """Read what the commits since the begin took of each peer, from the log of a peer that knows them all."""
+def read_included(swarm: LabSwarm, record: Record) -> None:
+    """Take in what the commits since the begin took of each peer, from the log of a peer that knows them all."""
     logs = [peer.folder / "commits.log" for peer in swarm.lab_peers]
-    ledgers = [read_ledger(path, commit_reader, None) for path in logs if path.exists()]
-    works = max(ledgers, key=lambda ledger: (-ledger.missing_rounds, ledger.head.round)).works
+
+    def newest() -> RunLedger:
+        ledgers = [read_ledger(path, commit_reader, None) for path in logs if path.exists()]
+        return max(ledgers, key=lambda ledger: (-ledger.missing_rounds, ledger.head.round))
+
+    # A round is seen before its commit is in a file.
+    swarm.wait_until(lambda: newest().head.round >= max(record.rounds), "the newest commit is in a log")
+    works = newest().works
     first = min(record.rounds)
-    return {
-        name: [
-            (record.rounds[work.round + 1], work.tokens)
-            for work in works.get(peer, ())
-            if work.round >= first and work.round + 1 in record.rounds
-        ]
-        for name, peer in record.ids.items()
-    }
+    for name, peer in record.ids.items():
+        taken = [work for work in works.get(peer, ()) if work.round >= first and work.round + 1 in record.rounds]
+        record.included[name] = [(record.rounds[work.round + 1], work.contribution.body.tokens) for work in taken]
+        record.tokens += sum(work.contribution.body.tokens for work in taken)
+        record.counted += sum(work.tokens for work in taken)
 
 
 def look(swarm: LabSwarm, record: Record, speeds: dict[str, float], steps: dict[str, int]) -> int:
@@ -239,11 +244,11 @@ def look(swarm: LabSwarm, record: Record, speeds: dict[str, float], steps: dict[
     for name, status in statuses.items():
         life, record.ids[name] = record.lives[name][-1], status.peer_id
         made = status.step - steps.get(name, 0)
-        if life.ready is None and made > 0 and status.phase in ("training", "exchanging"):
-            life.ready = now
-            print(f"{now - record.began:7.1f} {name} trains, {now - life.begun:.1f} s after its start", file=sys.stderr)
         if life.ready is not None and name in steps:
             life.made += max(0, made) * BATCH_TOKENS
+        elif made > 0 and status.phase in ("training", "exchanging"):
+            life.ready = now
+            print(f"{now - record.began:7.1f} {name} trains, {now - life.begun:.1f} s after its start", file=sys.stderr)
         if life.included is None and life.ready is not None and status.contributions_included > 0:
             life.included = now
         steps[name] = status.step
