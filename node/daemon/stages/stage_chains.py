@@ -135,11 +135,22 @@ class StageChains:
         for peer in self._ahead(followed)[:MAX_ASKED]:
             try:
                 async with asyncio.timeout(READ_SECONDS):
-                    return await self._follow(followed, peer)
+                    has_moved = await self._follow(followed, peer)
+                self._avoided.pop(peer, None)
+                return has_moved
             except (UnreachableError, PeerFault, TimeoutError) as error:
                 logger.debug("%s does not prove its rounds of stage %d: %s", peer, followed.stage, error)
+                self._count_false_record(peer, error)
                 self._avoided[peer] = time.monotonic() + AVOID_SECONDS
         return False
+
+    def _count_false_record(self, peer: PeerId, error: Exception) -> None:
+        """Count a record of rounds that its maker does not prove, from the second time on if nothing is forged.
+
+        An honest peer may have decided a round a moment before it shows it.
+        """
+        if isinstance(error, PeerFault) and (peer in self._avoided or not isinstance(error, StaleError)):
+            self._admitted.directory.record_refusal(peer, error)
 
     def _ahead(self, followed: FollowedStage) -> list[PeerId]:
         """Return the peers that announce more of a stage than we know: those with standing at it first."""

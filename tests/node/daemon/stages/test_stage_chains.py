@@ -8,10 +8,12 @@ from typing import Any, cast
 import pytest
 
 from node.daemon.peers.chain_sync import ShownChain
+from node.daemon.stages import stage_chains
 from node.daemon.stages.stage_chains import FollowedStage, StageChains
 from protocol.blobs.blob import Blob
 from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead
 from protocol.consensus.messages.contributions import Commit
+from protocol.errors import PeerFault
 from protocol.identity import PeerId
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.exact import StepDecisions
@@ -33,6 +35,10 @@ class Directory:
 
     def __init__(self) -> None:
         self.records: dict[PeerId, PeerRecord] = {}
+        self.refused: list[tuple[PeerId, str]] = []
+
+    def record_refusal(self, peer: PeerId, fault: PeerFault) -> None:
+        self.refused.append((peer, fault.metric_label))
 
     def live(self) -> dict[PeerId, PeerRecord]:
         return self.records
@@ -120,6 +126,18 @@ async def test_record_without_a_certificate_decides_nothing(world: World) -> Non
     assert not await world.look() and world.asked[-1] == LIAR
     assert world.decided_rounds == {0: {1: True}} and world.followed.chain.round == 1
     assert not await world.look() and world.asked.count(LIAR) == 1, "it is not asked again for a while"
+
+
+async def test_record_of_rounds_that_its_maker_never_shows_is_counted_against_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_chains, "AVOID_SECONDS", 0.0)
+    world.announce(LIAR, round=5)
+    assert not await world.look() and not world.directory.refused, "it may have been early"
+    assert not await world.look() and world.directory.refused == [(LIAR, "stale")]
+    world.chain.append(commit_to(world.chain, COMPLETE))
+    assert await world.look(), "it shows one"
+    assert not await world.look() and len(world.directory.refused) == 1
 
 
 async def test_peers_with_standing_are_asked_before_keys_that_announce_more(world: World) -> None:
