@@ -37,9 +37,9 @@ from tests.swarm.process_swarm import ENDLESS, isolated_processes, manifest_with
 
 LINK = Link(up=20, down=20, delay=0.02)
 ROLLOUT_PEERS = 3
-WARM_UP_ROUNDS, WARM_UP_STEPS = 14, 60
+WARM_UP_ROUNDS, WARM_UP_STEPS = 12, 60
 ERRING_SCORE = 0.4
-ERRING_ROUND = 12  # from which answers have errors
+ERRING_ROUND = 10  # from which answers have errors
 INNER_STEPS = 9
 BATCH_TOKENS = 2048
 ERRING = "erring.jsonl"
@@ -92,7 +92,7 @@ def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
     """
     rl = {
         "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10,
-        "rate_factor": 2.5,
+        "rate_factor": 2.5, "ahead": 0, "fresh_rounds": 4,
     }  # fmt: skip
     sources = [
         {"name": "right", "source": "questions", "path": task},

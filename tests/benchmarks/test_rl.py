@@ -1,16 +1,25 @@
 """Rewards are measured by questions that no update asks, and a run ends once its newest rewards are high enough."""
 
 import itertools
+import json
+import statistics
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from benchmarks import rl_swarm
-from benchmarks.rl import GOAL, NEWEST, Learned, asked, held_out_prompts
+from benchmarks.demonstrations import answers_with_errors
+from benchmarks.rl import GOAL, MODEL, NEWEST, Learned, asked, copy_of, held_out_prompts, take_mean
 from benchmarks.rl_swarm import FAULT_ROUNDS, QUESTIONS, SURE, Flight, held_out_questions, make_manifest
 from benchmarks.rl_swarm import GOAL as PROMISE
 from benchmarks.rl_swarm import NEWEST as ROUNDS
+from node.data.chat import ChatEncoder, open_encoder
+from node.data.corpus import UNCOUNTED
+from node.data.questions import RIGHT_ANSWERS, QuestionEncoder
+from node.model import build_model, initial_weights
 from protocol.rollout_groups import require_rl
 from protocol.scored_tasks import TASKS
 
@@ -61,3 +70,37 @@ def test_both_roles_die_once_and_only_then_the_goal_counts(monkeypatch: pytest.M
     assert flight._has_reached()
     flight.curve["99"] = 0.0
     assert not flight._has_reached()
+
+
+@pytest.mark.parametrize("task", ["reverse", "brackets"])
+def test_answers_with_errors_have_the_score_and_prefer_the_right_letter(task: str) -> None:
+    found = list(itertools.islice(answers_with_errors(task, "run", 0.4), 1000))
+    assert statistics.fmean(TASKS[task].score(*each) for each in found) == pytest.approx(0.4, abs=0.02)
+    first = [
+        answer[0] for question, answer in found if TASKS[task].right_answer(question)[0] == found[0][0].solution[0][0]
+    ]
+    assert statistics.mode(first) == found[0][0].solution[0][0]
+
+
+def test_prompts_of_scores_are_those_of_the_warm_up(tmp_path: Path) -> None:
+    manifest = make_manifest("reverse", 0, "frugal")
+    rl_swarm.write_errors(tmp_path, "reverse")
+    row, encoder = (tmp_path / rl_swarm.ERRING).read_text().splitlines()[0], open_encoder(manifest.data, tmp_path)
+    question, answer = next(answers_with_errors("reverse", RIGHT_ANSWERS, rl_swarm.ERRING_SCORE))
+    assert isinstance(encoder, ChatEncoder)
+    tokens = encoder.encode(json.dumps(json.loads(row)["messages"]))
+    counted = [int(token) for token in tokens if token < UNCOUNTED]
+    asking = [int(token % UNCOUNTED) for token in tokens if token >= UNCOUNTED]
+    assert asking == QuestionEncoder(manifest, tmp_path).prompt(question)
+    assert bytes(counted).decode() == f"{answer}\n"
+
+
+def test_trainers_take_the_mean_of_their_weights_and_an_old_policy_draws() -> None:
+    model = build_model(MODEL)
+    model.load_flat(initial_weights(MODEL, 0))
+    other = copy_of(model)
+    other.load_flat(other.flat + 2.0)
+    take_mean([model, other])
+    expected = initial_weights(MODEL, 0) + 1.0
+    for each in (model, other, copy_of(model)):
+        torch.testing.assert_close(torch.cat([part.flatten() for part in each.parameters()]), expected)
