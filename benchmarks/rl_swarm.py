@@ -92,7 +92,7 @@ def make_manifest(task: str, seed: int, recipe: str) -> Manifest:
     """
     rl = {
         "task": task, "start_round": WARM_UP_ROUNDS, "group": 8, "groups": 16, "answer_tokens": 10,
-        "rate_factor": 2.5, "ahead": 0, "fresh_rounds": 4,
+        "rate_factor": 2.5, "ahead": 0,
     }  # fmt: skip
     sources = [
         {"name": "right", "source": "questions", "path": task},

@@ -11,7 +11,6 @@ Cards of one class compute other bits in batches of other sizes, so they take th
 whose group has different scores. Groups without variance teach nothing: they are counted, and never fail a step.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -166,7 +165,7 @@ class RolloutLearner:
         valid = [each for each in scored if not each.refusal]
         useful = [each for each in valid if each.has_variance]
         with loaded_weights(self._model, at) if at is not None else nullcontext():
-            metrics = self._add_gradient(useful, round_number, microbatch)
+            metrics = self._add_gradient(useful, microbatch)
         surprise = [-value for each in valid for row in each.rows for value in row.claimed]
         verdicts = tuple(_verdict(each, round_number) for each in scored)
         report = RolloutsJudged(
@@ -279,7 +278,7 @@ class RolloutLearner:
                 return "an answer does not end where its stop is"
         return ""
 
-    def _add_gradient(self, useful: Sequence[ScoredGroup], round_number: int, microbatch: int) -> PolicyMetrics:
+    def _add_gradient(self, useful: Sequence[ScoredGroup], microbatch: int) -> PolicyMetrics:
         """Add the gradient of the loss over all tokens of groups to the model's."""
         rewards = torch.tensor([reward for each in useful for reward in each.rewards])
         numbers = [number for number, each in enumerate(useful) for _ in each.rewards]
@@ -287,20 +286,12 @@ class RolloutLearner:
             return PolicyMetrics(0.0, 1.0, 0.0, 0)
         advantages = centre_rewards(rewards, numbers).values.tolist()
         rows = [row for each in useful for row in each.rows]
-        losses = [self._loss_of(useful[number].group.round, round_number) for number in numbers]
-        total, found = sum(len(row.answer) for row in rows), list[PolicyMetrics]()
+        total = sum(len(row.answer) for row in rows)
         self._model.attach_gradient()
-        order = sorted(range(len(rows)), key=lambda place: losses[place])  # a part has one loss
-        for name, places in itertools.groupby(order, key=lambda place: losses[place]):
-            for part in _parts(list(places), microbatch):
-                metrics = self._add_part([(rows[place], advantages[place]) for place in part], name, total)
-                found.append(metrics)
-        return _mean(found)
+        pairs = list(zip(rows, advantages, strict=True))
+        return _mean([self._add_part(part, total) for part in _parts(pairs, microbatch)])
 
-    def _loss_of(self, made: int, now: int) -> str:
-        return self._rl.loss if now - made <= self._rl.fresh_rounds else "m2po"
-
-    def _add_part(self, part: Sequence[tuple[ClaimedAnswer, float]], loss_name: str, total: int) -> PolicyMetrics:
+    def _add_part(self, part: Sequence[tuple[ClaimedAnswer, float]], total: int) -> PolicyMetrics:
         """Add the gradient of some answers, whose loss is divided by all tokens of the batch."""
         device = self._model.flat.device
         with autocast_context(device):
@@ -313,7 +304,7 @@ class RolloutLearner:
         )
         behaviour = torch.tensor([value for row, _ in part for value in row.claimed], device=device)
         advantages = torch.tensor([value for row, value in part for _ in row.answer], device=device)
-        loss, metrics = POLICY_LOSSES[loss_name](found, behaviour, advantages)
+        loss, metrics = POLICY_LOSSES[self._rl.loss](found, behaviour, advantages)
         if self._rl.entropy:
             loss = loss - self._rl.entropy * mean_entropy(torch.cat(logits), self._rl.temperature)
         torch.autograd.backward(loss * (len(behaviour) / total))

@@ -227,7 +227,6 @@ class ReinforcementSection(Section):
     entropy: float = Field(default=0.0, ge=0, le=10, description="weight of the entropy of the draws, added to scores")
     rate_factor: float = Field(default=1.0, gt=0, le=100, description="of the learning rate, from start_round on")
     ahead: int = Field(default=1, ge=0, le=16, description="batches that a rollout peer may draw beyond the first")
-    fresh_rounds: int = Field(default=1, ge=0, le=MAX_POLICY_AGE, description="older groups are learned by m2po")
     max_age: int = Field(default=4, ge=0, le=MAX_POLICY_AGE, description="rounds; older groups are dropped")
     wait_seconds: Timeout = Field(
         default=30.0, description="without a group until a trainer sends the steps that it has"
@@ -241,12 +240,6 @@ class ReinforcementSection(Section):
                 'write "dppo" or "m2po": a run without a trust region is refused, because its policy collapses'
             )
         return loss
-
-    @model_validator(mode="after")
-    def _drops_after_it_bounds(self) -> Self:
-        if self.max_age < self.fresh_rounds:
-            raise ValueError("max_age must be at least fresh_rounds")
-        return self
 
     def has_begun(self, round_number: int) -> bool:
         """Return whether a round learns from scores."""

@@ -41,7 +41,7 @@ def test_table_keeps_ids_of_other_runs_and_refuses_runs_without_trust_region() -
     assert b'"rl"' not in plain.canonical()
     assert taught.run_id != plain.run_id
     assert "trust region" in fault(RL + b'loss = "ppo"\n')
-    assert "max_age" in fault(RL + b"fresh_rounds = 5\n")
+    assert "max_age" in fault(RL + b"max_age = 65\n")
     assert "answer_tokens" in fault(RL.replace(b"answer_tokens = 12", b"answer_tokens = 128"))
     assert "version 1" in fault(RL + b"version = 2\n")
     assert "needs audits.share = 0" in fault(RL + b"[audits]\nshare = 0.1\n")
