@@ -269,7 +269,7 @@ def round_settings_by_number(
             timing.exchange_timeout,
             vote_memory=manifest.membership.vote_memory,
             roster_quorum=plan.method.schedule.quorum,
-            awaits_all=manifest.pipeline.is_exact,
+            awaits_standing=manifest.pipeline.is_exact,
         )
 
     return settings

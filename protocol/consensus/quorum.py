@@ -106,9 +106,9 @@ class VoterSet:
         memory: VoteMemory,
         last_seen: Mapping[PeerId, float],
         now: float,
-        awaits_all: bool = False,
+        awaits_standing: bool = False,
     ) -> None:
-        self._awaits_all = awaits_all
+        self._awaits_standing = awaits_standing
         away = now - max(last_seen.values(), default=now)
         self.live: frozenset[PeerId] = frozenset()
         self._electorate = electorate
@@ -136,9 +136,10 @@ class VoterSet:
         expected = self.live | self._not_yet_seen if self._not_yet_seen else self.live
         present = expected - self._resting if self._resting else expected
         is_regular = self._electorate.is_regular
-        self.awaited: frozenset[PeerId] = frozenset(
-            peer for peer in present if self._awaits_all or peer in self.voters or is_regular(peer)
-        )
+        needed = self.voters
+        if self._awaits_standing:  # where nobody has standing, all of them count
+            needed = self.voters | (present & self._electorate.standing or present)
+        self.awaited: frozenset[PeerId] = frozenset(peer for peer in present if peer in needed or is_regular(peer))
 
     def update(self, membership: MembershipChanged, now: float) -> None:
         """Take over a new set of live members."""

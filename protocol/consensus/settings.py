@@ -22,7 +22,8 @@ class RoundSettings:
     only one side of a split network can commit; after it, each side continues alone, and the chains decide when they
     meet. `roster_quorum`: the share of the awaited members whose contributions close the roster at once (1.0: all; less
     as with backup workers and buffered aggregation, arXiv 2106.06639). Later contributions join the next round.
-    `awaits_all`: members without a vote are awaited too, because the round needs what they have (exact steps).
+    `awaits_standing`: members are awaited that contributed to one of the last commits, because the round needs what
+    they have (exact steps); the sums of others hold nothing.
     """
 
     topology: Topology
@@ -31,7 +32,7 @@ class RoundSettings:
     exchange_timeout: float
     vote_memory: float = 30.0
     roster_quorum: float = 1.0
-    awaits_all: bool = False
+    awaits_standing: bool = False
 
     @property
     def run_id(self) -> RunId:

@@ -75,7 +75,7 @@ class RoundState:
             VoteMemory(settings.vote_memory, settings.leader_timeout),
             start.last_seen,
             now,
-            settings.awaits_all,
+            settings.awaits_standing,
         )
         self.knowledge = RoundKnowledge(me)
         self.sums = Sums()

@@ -190,6 +190,18 @@ def test_a_key_that_contributes_is_waited_for_and_a_silent_one_is_not() -> None:
     assert members.awaited == frozenset("abcx")
 
 
+def test_exact_steps_wait_for_all_that_contributed_lately_and_for_no_key_that_only_announces() -> None:
+    electorate = after_rounds(founded_by("abc"), 1, "abcx")
+    shown = MembershipChanged(frozenset(["a", "b", "c", "x", *"123"]))
+    exact = VoterSet(electorate, VoteMemory(MEMORY, MEMORY), {}, 0.0, awaits_standing=True)
+    for members, awaited in ((exact, "abcx"), (new_voter_set(electorate), "abc")):
+        members.update(shown, 0.0)
+        assert members.awaited == frozenset(awaited)
+    fresh = VoterSet(NOBODY, VoteMemory(MEMORY, MEMORY), {}, 0.0, awaits_standing=True)
+    fresh.update(shown, 0.0)
+    assert fresh.awaited == shown.peers, "where nobody has standing, the sums of all count"
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_silent_liar_does_not_hold_up_a_round_in_which_an_honest_voter_died(trusted: bool) -> None:
     members = voter_set("abl", "d", trusting("abld") if trusted else founded_by("abld"))
