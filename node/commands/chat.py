@@ -113,21 +113,21 @@ def talk(conversation: Conversation, lines: Iterator[str], out: TextIO) -> None:
         if text == FORGET:
             conversation.forget()
         elif text:
-            _print_answer(conversation, text, out)
+            try:
+                with contextlib.suppress(KeyboardInterrupt):  # also before the first piece
+                    _print_answer(conversation, text, out)
+            except (UsageError, DataError) as error:
+                print(f"murmur: {sanitize(str(error))}", file=sys.stderr, flush=True)
+            else:
+                out.write("\n")
+                out.flush()
 
 
 def _print_answer(conversation: Conversation, text: str, out: TextIO) -> None:
-    try:
-        pieces = conversation.ask(text)
-    except (UsageError, DataError) as error:
-        print(f"murmur: {sanitize(str(error))}", file=sys.stderr, flush=True)
-        return
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(pieces):  # type: ignore[type-var]
+    with contextlib.closing(conversation.ask(text)) as pieces:  # type: ignore[type-var]
         for piece in pieces:
             out.write(piece)
             out.flush()
-    out.write("\n")
-    out.flush()
 
 
 def read_lines() -> Iterator[str]:

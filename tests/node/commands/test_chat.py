@@ -15,7 +15,7 @@ import torch
 
 from node.commands.chat import ChatModel, Conversation, talk
 from node.daemon.checkpoints.checkpoint import Checkpoint, SavedChain, save
-from node.data.chat import CHATML
+from node.data.chat import CHATML, Message
 from node.data.tokenizer import FileTokenizer
 from node.model import shape_table
 from node.model.generate import Sampling, until
@@ -103,6 +103,22 @@ def test_ctrl_c_stops_the_answer_alone(tmp_path: Path) -> None:
     talking, out = conversation(write_run(tmp_path), tokens=10_000), InterruptedOut()
     talk(talking, iter(["Hi"]), out)
     assert talking.messages[-1]["role"] == "assistant" and len(talking.messages[-1]["content"]) < 100
+
+
+def test_ctrl_c_before_the_first_piece_ends_the_answer_and_not_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talking, out, began = conversation(write_run(tmp_path), tokens=3), io.StringIO(), Conversation._begin
+    impatient = iter([True, False])
+
+    def begin(self: Conversation, messages: list[Message]) -> Iterator[str]:
+        if next(impatient):
+            raise KeyboardInterrupt
+        return began(self, messages)
+
+    monkeypatch.setattr(Conversation, "_begin", begin)
+    talk(talking, iter(["Hi", "Hello"]), out)
+    assert [message["content"] for message in talking.messages][0] == "Hello" and len(talking.messages) == 2
 
 
 def test_models_without_a_template_are_refused(tmp_path: Path) -> None:
