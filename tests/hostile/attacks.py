@@ -194,7 +194,7 @@ ATTACKS = {
         ),
         Attack(
             name="announced-owners", row="D", stranger="steps:announced_owners", rules=("owners-with-standing",),
-            stages=STAGES, changes=EXACT, min_pace=PIPELINE_PACE, seconds=20.0, options={"keys": 3},
+            stages=STAGES, changes=EXACT, min_pace=PIPELINE_PACE, seconds=40.0, options={"keys": 3},
             counters=("refusals: not dialled",),
         ),
         Attack(
