@@ -204,7 +204,7 @@ class Flight:
         for maker in {status.peer_id for status in self._swarm.poll(*self._makers)}:
             numbers = range(WARM_UP_ROUNDS, WARM_UP_ROUNDS + rounds + 2)
             places = itertools.starmap(Place, itertools.product(numbers, range(serials)))
-            asked |= {question_of(task, manifest.run_id, maker, place).prompt for place in places}
+            asked |= {question_of(TASKS[task], manifest.run_id, maker, place).prompt for place in places}
         return asked
 
     def _look(self) -> None:

@@ -9,6 +9,7 @@ from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
 from node.model import Cut, all_cuts, cut_of, shape_table
 from node.own_modules import own_registry
+from node.own_tasks import require_task
 from optim.compose import COMPONENTS, compose, with_small_memory
 from optim.errors import OptimError, UnknownOption, UnknownRecipe
 from optim.exact import exact_method
@@ -35,11 +36,12 @@ def build_method(manifest: Manifest) -> Method:
     """Build the manifest's method.
 
     Raises:
-        ManifestError: unknown recipe or option.
+        ManifestError: unknown recipe, option or task.
         ComponentError: this machine lacks a module that the manifest names, or has another version of it.
     """
     table = manifest.pipeline
     registry = own_registry(manifest.method.modules)
+    require_task(manifest)
     try:
         method = compose(manifest.method.recipe, manifest.method.overrides(), registry)
         if not table.is_exact:

@@ -1,4 +1,4 @@
-"""Modules of the user with components of a method: those that this machine may import, and is sure of.
+"""Modules of the user with components of a method, or with tasks: those that this machine may import, and is sure of.
 
 A manifest names a module and the SHA-256 of its source, and gives no permission: this machine imports a module only if
 its user allows it, by `--import`, by the variable MURMUR_IMPORT, or by a package that is installed and has an entry
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from protocol.errors import ComponentError
 from protocol.manifest.run import Manifest
+from protocol.scored_tasks import tasks_in
 
 if TYPE_CHECKING:
     from optim.compose import Registry
@@ -101,14 +102,20 @@ def own_registry(lines: Sequence[str]) -> "Registry":
 
     Raises ComponentError if a module may not be imported here, is not the run's, or cannot be used.
     """
-    from optim.compose import extend_registry  # loads torch
+    from optim.compose import extend_registry, find_components  # loads torch
     from optim.errors import OptimError
 
-    modules = [_load(*line.split(" ")) for line in lines]
+    modules = [load_module(line) for line in lines]
+    others = [module for module in modules if any(find_components(module)) or not any(tasks_in(module))]
     try:
-        return extend_registry(modules)
+        return extend_registry(others)
     except OptimError as error:
         raise ComponentError(str(error)) from error
+
+
+def load_module(line: str) -> ModuleType:
+    """Import a module that a manifest names. Raises ComponentError as `own_registry`."""
+    return _load(*line.split(" "))
 
 
 @functools.lru_cache(maxsize=64)  # a process keeps what it has imported, also if the file changes meanwhile

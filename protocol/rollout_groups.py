@@ -23,7 +23,7 @@ from protocol.fault_words import shorten
 from protocol.identity import Identity, PeerId
 from protocol.manifest.run import Manifest, RunId
 from protocol.manifest.sections import ReinforcementSection
-from protocol.scored_tasks import TASKS, Question
+from protocol.scored_tasks import Question, ScoredTask
 from protocol.signing import MAX_ROUND, open_signed, sign
 
 GROUP_KIND: Final = "rollout"
@@ -171,9 +171,9 @@ def open_group(signed: wire.Signed, run_id: RunId, maker: PeerId, limits: GroupL
     return SignedGroup(maker, RolloutGroup.from_wire(body, limits))
 
 
-def question_of(task: str, run_id: RunId, maker: PeerId, place: Place) -> Question:
+def question_of(task: ScoredTask, run_id: RunId, maker: PeerId, place: Place) -> Question:
     """Make the question of a group, which its maker cannot choose."""
-    return TASKS[task].question(run_id, question_number(run_id, maker, place))
+    return task.question(run_id, question_number(run_id, maker, place))
 
 
 def question_number(run_id: RunId, maker: PeerId, place: Place) -> int:

@@ -14,15 +14,16 @@ bounded time, whatever the text is.
 
 import ast
 import hashlib
+import inspect
 import itertools
 import re
 import string
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import ClassVar, Final
 
 MAX_ANSWER: Final = 200  # characters; a longer answer is wrong
@@ -56,31 +57,34 @@ class Question:
 
 
 class ScoredTask(ABC):
-    """A kind of question. `version` changes with every change of its questions or scores."""
+    """A kind of question. `version` changes with every change of its questions or scores.
 
-    name: ClassVar[str]
-    version: ClassVar[int] = 1
+    A task of one's own may replace `score` too, to see the whole text; `node.own_tasks` computes it in a process apart.
+    """
+
+    name: str
+    version: int = 1
 
     def question(self, run: str, number: int) -> Question:
         """Make the question number `number` of a run."""
         words = f"murmur task {self.name} {self.version}\0{run}\0{number}"
-        return self._make(Draws(words))
+        return self.make(Draws(words))
 
     @abstractmethod
-    def _make(self, draws: Draws) -> Question:
+    def make(self, draws: Draws) -> Question:
         """Make a question from draws."""
 
     def score(self, question: Question, text: str) -> float:
         """Score the last line of a text, from 0 to 1."""
         answer = last_line(text)
-        return self._score(question, answer) if answer and len(answer) <= MAX_ANSWER else 0.0
+        return self.score_answer(question, answer) if answer and len(answer) <= MAX_ANSWER else 0.0
 
     def right_answer(self, question: Question) -> str:
         """Return an answer with the score 1."""
         return "".join(question.solution)
 
     @abstractmethod
-    def _score(self, question: Question, answer: str) -> float:
+    def score_answer(self, question: Question, answer: str) -> float:
         """Score an answer of at most `MAX_ANSWER` characters."""
 
 
@@ -96,11 +100,11 @@ class Reverse(ScoredTask):
 
     name = "reverse"
 
-    def _make(self, draws: Draws) -> Question:
+    def make(self, draws: Draws) -> Question:
         word = "".join(string.ascii_lowercase[draws.between(0, 25)] for _ in range(draws.between(4, 6)))
         return Question(self.name, f"reverse {word}\n", (word[::-1],))
 
-    def _score(self, question: Question, answer: str) -> float:
+    def score_answer(self, question: Question, answer: str) -> float:
         return share_in_place(tuple(question.solution[0]), tuple(answer))
 
 
@@ -110,12 +114,12 @@ class Brackets(ScoredTask):
     name = "brackets"
     pairs: ClassVar[Mapping[str, str]] = MappingProxyType({"(": ")", "[": "]", "{": "}", "<": ">"})
 
-    def _make(self, draws: Draws) -> Question:
+    def make(self, draws: Draws) -> Question:
         opened = "".join("([{<"[draws.between(0, 3)] for _ in range(draws.between(5, 8)))
         closed = "".join(self.pairs[each] for each in reversed(opened))
         return Question(self.name, f"close {opened}\n", (closed,))
 
-    def _score(self, question: Question, answer: str) -> float:
+    def score_answer(self, question: Question, answer: str) -> float:
         return share_in_place(tuple(question.solution[0]), tuple(answer))
 
 
@@ -124,14 +128,14 @@ class Sort(ScoredTask):
 
     name = "sort"
 
-    def _make(self, draws: Draws) -> Question:
+    def make(self, draws: Draws) -> Question:
         numbers = [draws.between(0, 99) for _ in range(draws.between(3, 5))]
         return Question(self.name, f"sort {' '.join(map(str, numbers))}\n", tuple(map(str, sorted(numbers))))
 
     def right_answer(self, question: Question) -> str:
         return " ".join(question.solution)
 
-    def _score(self, question: Question, answer: str) -> float:
+    def score_answer(self, question: Question, answer: str) -> float:
         return share_in_place(question.solution, tuple(answer.split(" ")))
 
 
@@ -140,14 +144,14 @@ class Arithmetic(ScoredTask):
 
     name = "arithmetic"
 
-    def _make(self, draws: Draws) -> Question:
+    def make(self, draws: Draws) -> Question:
         sign = "+-*"[draws.between(0, 2)]
         largest = 12 if sign == "*" else 99
         first, second = draws.between(0, largest), draws.between(0, largest)
         value = {"+": first + second, "-": first - second, "*": first * second}[sign]
         return Question(self.name, f"{first} {sign} {second} =\n", (str(value),))
 
-    def _score(self, question: Question, answer: str) -> float:
+    def score_answer(self, question: Question, answer: str) -> float:
         return float(NUMBER.fullmatch(answer) is not None and int(answer) == int(question.solution[0]))
 
 
@@ -156,7 +160,7 @@ class Countdown(ScoredTask):
 
     name = "countdown"
 
-    def _make(self, draws: Draws) -> Question:
+    def make(self, draws: Draws) -> Question:
         numbers = [draws.between(1, 20) for _ in range(3)]
         target = numbers[0]
         for number in numbers[1:]:
@@ -173,11 +177,11 @@ class Countdown(ScoredTask):
                     f"({first} {signs[0]} {second}) {signs[1]} {third}",
                     f"{third} {signs[1]} ({first} {signs[0]} {second})",
                 ):
-                    if self._score(question, text) == 1.0:
+                    if self.score_answer(question, text) == 1.0:
                         return text
         raise ValueError("a question without an answer")
 
-    def _score(self, question: Question, answer: str) -> float:
+    def score_answer(self, question: Question, answer: str) -> float:
         found = evaluate(answer)
         if found is None:
             return 0.0
@@ -233,3 +237,12 @@ def _apply(sign: ast.operator, first: Fraction, second: Fraction) -> Fraction:
 
 ALL: Final[tuple[ScoredTask, ...]] = (Reverse(), Sort(), Arithmetic(), Countdown(), Brackets())
 TASKS: Final[dict[str, ScoredTask]] = {task.name: task for task in ALL}
+
+
+def tasks_in(module: ModuleType) -> Iterator[type[ScoredTask]]:
+    """Yield each complete task with a name that a module defines."""
+    for value in vars(module).values():
+        if not inspect.isclass(value) or not issubclass(value, ScoredTask) or inspect.isabstract(value):
+            continue
+        if value.__module__ == module.__name__ and "name" in vars(value):
+            yield value

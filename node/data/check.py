@@ -133,7 +133,7 @@ def _read_questions(manifest: Manifest, source: SourceSection, base: Path) -> Te
     encoder = open_encoder(manifest.data, base)
     tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
     require_vocabulary(tokenizer.size, manifest.model.vocabulary)
-    text = open_source(source, manifest.data, base, SkipLog())
+    text = open_source(source, manifest.data, base, SkipLog(), manifest.method.modules)
     assert isinstance(text.training, PackedText)
     windows = text.training.spread(manifest.model.context, SAMPLE_TOKENS)
     return TextReport(
@@ -145,7 +145,7 @@ def _read_questions(manifest: Manifest, source: SourceSection, base: Path) -> Te
 
 def _read_shards(manifest: Manifest, source: SourceSection, base: Path) -> TextReport:
     log, context = SkipLog(), manifest.model.context
-    text = open_source(source, manifest.data, base, log)
+    text = open_source(source, manifest.data, base, log, manifest.method.modules)
     assert isinstance(text.training, TokenArray)
     corpus = Corpus((text,), log)
     corpus.require_vocabulary(manifest.model.vocabulary)
@@ -221,7 +221,9 @@ def _read_documents(
     if is_complete:
         _require_windows(manifest, source, count)
     if manifest.data.chat is not None and is_complete:
-        open_source(source, manifest.data, base, SkipLog()).training.windows(manifest.model.context, 0, 0)
+        open_source(source, manifest.data, base, SkipLog(), manifest.method.modules).training.windows(
+            manifest.model.context, 0, 0
+        )
     report = log.take_report()
     return TextReport(
         documents=count.documents,

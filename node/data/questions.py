@@ -6,7 +6,7 @@ An answer ends with a stop: the token that ends a document, that by which the te
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,31 +16,37 @@ import torch
 from node.data.chat import ChatEncoder, open_encoder
 from node.data.corpus import UNCOUNTED, PackedText, Shard, SourceText, count_held_out
 from node.data.tokenizer import TextTokenizer
+from node.own_tasks import known_tasks
 from protocol.errors import DataError
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import SourceSection
-from protocol.scored_tasks import TASKS, Question
+from protocol.scored_tasks import Question, ScoredTask
 
 DOCUMENTS: Final = 8192
 RIGHT_ANSWERS: Final = "right answers"  # in the place of a run's id, so that no run asks the same questions by number
 
 
-def open_questions(source: SourceSection, encoder: TextTokenizer | ChatEncoder, validation_share: float) -> SourceText:
+def open_questions(
+    source: SourceSection,
+    encoder: TextTokenizer | ChatEncoder,
+    validation_share: float,
+    tasks: Mapping[str, ScoredTask],
+) -> SourceText:
     """Open the right answers of the task `source.path`. Raises DataError."""
-    task = TASKS.get(source.path)
+    task = tasks.get(source.path)
     if task is None:
-        raise DataError(f"data.path {source.path!r} has no questions; write one of {', '.join(TASKS)}")
+        raise DataError(f"data.path {source.path!r} has no questions; write one of {', '.join(tasks)}")
     questions = (task.question(RIGHT_ANSWERS, number) for number in range(DOCUMENTS))
     end = encoder.end
-    documents = [np.concatenate([_encode(encoder, each), end]).astype(np.uint32) for each in questions]
+    documents = [np.concatenate([_encode(encoder, task, each), end]).astype(np.uint32) for each in questions]
     held_out = count_held_out(DOCUMENTS, validation_share)
     training, validation = PackedText(documents[:-held_out], end), PackedText(documents[-held_out:], end)
     return SourceText(training, validation, encoder.size, source)
 
 
-def _encode(encoder: TextTokenizer | ChatEncoder, question: Question) -> Shard:
+def _encode(encoder: TextTokenizer | ChatEncoder, task: ScoredTask, question: Question) -> Shard:
     """Encode a question with its right answer; the question's tokens have the bit `UNCOUNTED`."""
-    answer = TASKS[question.task].right_answer(question)
+    answer = task.right_answer(question)
     if isinstance(encoder, ChatEncoder):
         messages = [_message(question), {"role": "assistant", "content": answer}]
         return encoder.encode(json.dumps(messages))
@@ -58,9 +64,11 @@ class QuestionEncoder:
     Attributes:
         stops: tokens that end an answer, of which they are part.
         usable: ids that may be drawn, int64, ascending.
+        tasks: by name, those of the run's own modules among them.
     """
 
     def __init__(self, manifest: Manifest, base: Path) -> None:
+        self.tasks = known_tasks(manifest.method.modules)
         encoder = open_encoder(manifest.data, base)
         self._chat = encoder if isinstance(encoder, ChatEncoder) else None
         self._tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
@@ -88,7 +96,7 @@ class QuestionEncoder:
         """Score an answer from 0 to 1; one that does not end has 0."""
         if not tokens or tokens[-1] not in self.stops:
             return 0.0
-        return TASKS[question.task].score(question, self.text(tokens))
+        return self.tasks[question.task].score(question, self.text(tokens))
 
     def _single(self, text: str) -> list[int]:
         """Return the token of a text that is one token; none otherwise."""

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from node.data.chat import LONG_TALK, ChatEncoder, open_encoder
@@ -15,16 +15,18 @@ from node.data.text_files import open_files
 from node.data.token_shards import open_tokens
 from node.data.tokenizer import tokenizer_digest
 from node.own_loops import NO_DATA
+from node.own_tasks import known_tasks
 from protocol.errors import DataError
 from protocol.manifest.model import ModelSection
 from protocol.manifest.sections import DataSection, SourceSection
 
 
-def open_corpus(data: DataSection, base: Path) -> Corpus:
+def open_corpus(data: DataSection, base: Path, modules: Sequence[str] = ()) -> Corpus:
     """Open all sources of text of a run.
 
     Args:
         base: the manifest's folder, to which paths are relative.
+        modules: of the run's own, which may have the task of the source `questions`.
 
     Raises:
         DataError, MissingFileError: with a message of one line that names the source.
@@ -32,19 +34,21 @@ def open_corpus(data: DataSection, base: Path) -> Corpus:
     if data.source == "own":
         raise DataError(NO_DATA)
     log = SkipLog()
-    corpus = Corpus(tuple(open_source(source, data, base, log) for source in data.mixture), log)
+    corpus = Corpus(tuple(open_source(source, data, base, log, modules) for source in data.mixture), log)
     require_one_vocabulary({source.config.name: source.vocabulary_size for source in corpus.sources})
     return corpus
 
 
-def open_source(source: SourceSection, data: DataSection, base: Path, log: SkipLog) -> SourceText:
+def open_source(
+    source: SourceSection, data: DataSection, base: Path, log: SkipLog, modules: Sequence[str] = ()
+) -> SourceText:
     """Open one source of a run. Raises as `open_corpus`."""
     with name_source_faults(source):
         if source.source == "tokens":
             return open_tokens(source, base, data.validation_share, tokenizer_digest(data.tokenizer, base))
         encoder = open_encoder(data, base)
         if source.source == "questions":
-            return open_questions(source, encoder, data.validation_share)
+            return open_questions(source, encoder, data.validation_share, known_tasks(modules))
         if isinstance(encoder, ChatEncoder):
             return open_conversations(source, base, encoder, data.validation_share, log)
         open_texts = open_huggingface if source.source == "hf" else open_files

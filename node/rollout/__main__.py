@@ -60,7 +60,7 @@ def draw_groups(
     """Draw all answers of the groups together, each by the public noise of its place."""
     rl, run_id = require_rl(manifest), manifest.run_id
     texts = [(place, sample) for place in places for sample in range(rl.group)]
-    prompts = {place: encoder.prompt(question_of(rl.task, run_id, maker, place)) for place in places}
+    prompts = {place: encoder.prompt(question_of(encoder.tasks[rl.task], run_id, maker, place)) for place in places}
     keys = [noise_key(*noise_parts(run_id, maker, place, sample)) for place, sample in texts]
     drawn = complete(
         model, [prompts[place] for place, _ in texts], rl.answer_tokens, Sampling(rl.temperature), encoder.usable,

@@ -63,9 +63,10 @@ class SimulationOptions:
 def simulate(options: SimulationOptions) -> None:
     """Run the comparison and print it. Raises MurmurError."""
     config = build_config(options)
-    registry = own_registry(with_modules(config.manifest, options.imports).method.modules)
+    modules = with_modules(config.manifest, options.imports).method.modules
+    registry = own_registry(modules)
     methods = compose_methods(options.recipes, config.manifest, parse_overrides(options.overrides), registry)
-    corpus = open_corpus(config.manifest.data, config.base)
+    corpus = open_corpus(config.manifest.data, config.base, modules)
     corpus.require_vocabulary(config.manifest.model.vocabulary)
     require_document_end(config.manifest.model, config.manifest.data, config.base)
     skipped = corpus.skip_log.take_report()

@@ -419,7 +419,7 @@ def _pin(shared_memory: SharedMemory, channel: TrainerChannel) -> None:
 
 
 def _open_corpus(manifest: Manifest, base: Path) -> Corpus:
-    corpus = open_corpus(manifest.data, base)
+    corpus = open_corpus(manifest.data, base, manifest.method.modules)
     corpus.require_vocabulary(manifest.model.vocabulary)
     require_document_end(manifest.model, manifest.data, base)
     return corpus

@@ -43,7 +43,7 @@ from protocol.manifest.run import Manifest
 from protocol.manifest.sections import MAX_STEPS
 from protocol.recent import RecentTable
 from protocol.rollout_groups import GroupLimits, Place, RolloutGroup, SignedGroup, noise_parts, question_of, require_rl
-from protocol.scored_tasks import TASKS, Question
+from protocol.scored_tasks import Question
 
 T = TypeVar("T")
 TESTED_TOKENS: Final = 300
@@ -72,13 +72,13 @@ class ClaimedAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group with its question, the scores of its answers, and why it was refused."""
+    """A group with its question, and the scores of its answers or why it was refused."""
 
     maker: PeerId
     group: RolloutGroup
     question: Question
     rows: tuple[ClaimedAnswer, ...]
-    rewards: tuple[float, ...]
+    rewards: tuple[float, ...] = ()
     refusal: str = ""
     is_proof: bool = False
 
@@ -118,7 +118,7 @@ class RolloutLearner:
         self._margins = RecentTable[PeerId, list[Tensor]](256)  # on other devices, untested
 
     def _require_room(self, context: int) -> None:
-        task = TASKS[self._rl.task]
+        task = self._encoder.tasks[self._rl.task]
         questions = (task.question(self._run_id, number) for number in range(CHECKED_QUESTIONS))
         longest = max(len(self._encoder.prompt(each)) for each in questions)
         if longest + self._rl.answer_tokens > context:
@@ -193,8 +193,11 @@ class RolloutLearner:
         )
 
     def _check(self, batch: Sequence[SignedGroup], microbatch: int) -> list[ScoredGroup]:
-        """Score groups, and refuse those that were not drawn as the run prescribes; in their order."""
-        scored = [self._score(each) for each in batch]
+        """Refuse groups that were not drawn as the run prescribes, and score the others; in their order.
+
+        So no maker chooses the text that a task of the run's own has to score.
+        """
+        scored = [self._open(each) for each in batch]
         for number, policy in self._policies.items():
             places = [place for place, each in enumerate(scored) if each.group.round == number]
             if not places:
@@ -205,18 +208,22 @@ class RolloutLearner:
             for place in places:
                 scored[place] = self._judge(scored[place], [next(checked) for _ in scored[place].rows])
         known = self._policies
-        return [each if each.group.round in known else replace(each, refusal=WEIGHTS_GONE) for each in scored]
+        judged = [each if each.group.round in known else replace(each, refusal=WEIGHTS_GONE) for each in scored]
+        return [each if each.refusal else self._score(each) for each in judged]
 
-    def _score(self, found: SignedGroup) -> ScoredGroup:
+    def _score(self, valid: ScoredGroup) -> ScoredGroup:
+        rewards = tuple(self._encoder.score(valid.question, row.answer) for row in valid.rows)
+        return replace(valid, rewards=rewards)
+
+    def _open(self, found: SignedGroup) -> ScoredGroup:
         maker, group = found.maker, found.group
-        question = question_of(self._rl.task, self._run_id, maker, group.place)
+        question = question_of(self._encoder.tasks[self._rl.task], self._run_id, maker, group.place)
         prompt = self._encoder.prompt(question)
         rows = tuple(
             ClaimedAnswer(prompt, answer.tokens, self._key(maker, group.place, sample), answer.log_probabilities)
             for sample, answer in enumerate(group.answers)
         )
-        rewards = tuple(self._encoder.score(question, row.answer) for row in rows)
-        return ScoredGroup(maker, group, question, rows, rewards)
+        return ScoredGroup(maker, group, question, rows)
 
     def _key(self, maker: PeerId, place: Place, sample: int) -> int:
         return noise_key(*noise_parts(self._run_id, maker, place, sample))
@@ -340,7 +347,7 @@ def _verdict(scored: ScoredGroup, round_number: int) -> GroupVerdict:
         refusal=scored.refusal,
         is_proof=scored.is_proof,
         is_unchecked=scored.refusal == WEIGHTS_GONE,
-        reward=sum(scored.rewards) / len(scored.rewards),
+        reward=sum(scored.rewards) / max(1, len(scored.rewards)),
         tokens=group.tokens,
         answers=len(group.answers),
     )

@@ -124,8 +124,10 @@ class Manifest(Section):
             raise ValueError("rl needs audits.share = 0: nobody repeats steps whose groups another trainer owned")
         if self.rl.answer_tokens >= self.model.context:
             raise ValueError("rl.answer_tokens must be below model.context, which holds the question as well")
-        task = TASKS[self.rl.task]
-        if self.rl.version != task.version:
+        task = TASKS.get(self.rl.task)
+        if task is None and not self.method.modules:
+            raise ValueError(f"rl.task: write one of {', '.join(TASKS)}, or name the module of yours in method.modules")
+        if task is not None and self.rl.version != task.version:
             raise ValueError(f"rl.version: this program has version {task.version} of {task.name}; write it, or update")
         return self
 

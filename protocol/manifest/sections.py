@@ -204,7 +204,6 @@ class AdapterSection(Section):
         return tuple(sorted(targets, key=ADAPTED.index))
 
 
-TaskName = Literal["reverse", "sort", "arithmetic", "countdown", "brackets"]
 TrustRegion = Literal["dppo", "m2po"]
 MAX_GROUP_ANSWERS: Final = 256
 MAX_ANSWER_TOKENS: Final = 2**15
@@ -214,7 +213,7 @@ MAX_POLICY_AGE: Final = 64  # rounds
 class ReinforcementSection(Section):
     """Learning from scores of the model's own answers, which rollout peers draw and trainers check."""
 
-    task: TaskName = Field(description="questions and scores, by name")
+    task: Name = Field(description="questions and scores, by name; of ours, or of a module in method.modules")
     version: int = Field(default=1, ge=1, le=1000, description="of the task; it changes with questions or scores")
     start_round: int = Field(
         default=0, ge=0, le=MAX_ROUNDS, description="rounds before it learn the text of [data], such as right answers"

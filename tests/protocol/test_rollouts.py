@@ -1,14 +1,12 @@
 """Groups of rollouts: their numbering, their checks, and what a trainer takes of them."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from protocol.errors import ForgedError, LimitError, MalformedError, ManifestError, PeerFault
 from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
-from protocol.manifest.sections import TaskName
 from protocol.rollout_groups import (
     MAX_REPLY_BYTES,
     DrawnAnswer,
@@ -45,7 +43,7 @@ def test_table_keeps_ids_of_other_runs_and_refuses_runs_without_trust_region() -
     assert "answer_tokens" in fault(RL.replace(b"answer_tokens = 12", b"answer_tokens = 128"))
     assert "version 1" in fault(RL + b"version = 2\n")
     assert "needs audits.share = 0" in fault(RL + b"[audits]\nshare = 0.1\n")
-    assert set(get_args(TaskName)) == set(TASKS)
+    assert "rl.task: write one of reverse, sort" in fault(RL.replace(b"reverse", b"poems"))
 
 
 def test_group_survives_the_wire_under_the_signature_of_its_maker() -> None:
@@ -82,13 +80,13 @@ def test_questions_and_noise_follow_from_run_round_maker_and_serial() -> None:
     one, other = MAKERS[0].peer_id, MAKERS[1].peer_id
     places = [Place(number, serial) for number in range(3) for serial in range(5)]
     prompts = {
-        question_of("reverse", run, maker, place).prompt
+        question_of(TASKS["reverse"], run, maker, place).prompt
         for run in ("a", "b")
         for maker in (one, other)
         for place in places
     }
     assert len(prompts) == 2 * 2 * len(places)
-    assert question_of("reverse", RUN, one, Place(1, 2)) == question_of("reverse", RUN, one, Place(1, 2))
+    assert question_of(TASKS["reverse"], RUN, one, Place(1, 2)) == question_of(TASKS["reverse"], RUN, one, Place(1, 2))
     noise = {noise_parts(run, maker, place, 1) for run in ("a", "b") for maker in (one, other) for place in places}
     assert len(noise) == 2 * 2 * len(places)
 

@@ -112,7 +112,7 @@ def evaluate_validation(
     """
     context = opened.config.context
     tokens = VALIDATION_TOKENS if windows is None else windows * context
-    corpus = open_corpus(manifest.data, base)
+    corpus = open_corpus(manifest.data, base, manifest.method.modules)
     if corpus.vocabulary_size > opened.config.vocabulary:
         raise UsageError(
             f"the text has {corpus.vocabulary_size} token ids, the model only {opened.config.vocabulary}; "

@@ -218,7 +218,9 @@ def evaluate_model(manifest: Manifest, swarm_dir: Path) -> ModelEvaluation:
 
 def validation_losses(manifest: Manifest, base: Path, *weights: Tensor) -> list[float]:
     """Return the mean loss over the held-out text, in nats per token, for each flat vector of weights."""
-    held_out = validation_sets(open_corpus(manifest.data, base), manifest.model.context, VALIDATION_TOKENS)
+    held_out = validation_sets(
+        open_corpus(manifest.data, base, manifest.method.modules), manifest.model.context, VALIDATION_TOKENS
+    )
     model = build_model(manifest.model, frozen=read_frozen(manifest.model, base))
     return [validate(model, flat, held_out).loss for flat in weights]
 

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     def settings_at(number: int) -> StepSettings:
         return job.settings[number]  # KeyError: an old state
 
-    corpus = open_corpus(manifest.data, Path(job.base))
+    corpus = open_corpus(manifest.data, Path(job.base), manifest.method.modules)
 
     def build() -> LanguageModel:
         return build_model(manifest.model, device, frozen=read_frozen(manifest.model, Path(job.base)))

@@ -31,13 +31,13 @@ from node.model.adapter import frozen_bytes
 from node.model.generate import Sampling, continue_text
 from node.model.opened_model import open_folder
 from node.monitoring.logs import sanitize
+from node.own_tasks import known_tasks
 from node.paths import newest_checkpoints
 from node.processes.workers import give_way
 from protocol.errors import CheckpointError, MurmurError
 from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import DataSection, SourceSection
-from protocol.scored_tasks import TASKS
 
 PROMPT_CHARACTERS = 48
 READ_BYTES = 4000
@@ -52,7 +52,7 @@ COPIES = 2  # the pages of the file, and the weights of the model
 MAX_MEMORY_SHARE = 0.5  # of the free memory
 
 
-def choose_prompt(data: DataSection, base: Path) -> str:
+def choose_prompt(data: DataSection, base: Path, modules: Sequence[str] = ()) -> str:
     """Return the first words of held-out text that is here as files; a fixed word for other sources.
 
     `base` is the folder of the manifest, to which paths are relative. Of several sources, that of the largest weight
@@ -60,11 +60,11 @@ def choose_prompt(data: DataSection, base: Path) -> str:
     """
     source = max(data.mixture, key=lambda source: source.weight, default=None)
     if data.chat is not None:
-        return _choose_question(data, source, base)
+        return _choose_question(data, source, base, modules)
     if source is None:
         return FIXED_PROMPT
-    if source.source == "questions" and source.path in TASKS:
-        return TASKS[source.path].question(HELD_OUT_QUESTIONS, 0).prompt
+    if source.source == "questions" and (task := known_tasks(modules).get(source.path)):
+        return task.question(HELD_OUT_QUESTIONS, 0).prompt
     if source.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return first_words(_read_held_out(list_stdlib_files(root), root, data.validation_share))
@@ -75,12 +75,12 @@ def choose_prompt(data: DataSection, base: Path) -> str:
     return FIXED_PROMPT
 
 
-def _choose_question(data: DataSection, source: SourceSection | None, base: Path) -> str:
+def _choose_question(data: DataSection, source: SourceSection | None, base: Path, modules: Sequence[str]) -> str:
     """Return the first question of held-out conversations that are here as files; a fixed one for other sources."""
     if source is None or source.source == "hf":
         return FIXED_QUESTION
-    if source.source == "questions" and source.path in TASKS:
-        return TASKS[source.path].question(HELD_OUT_QUESTIONS, 0).prompt.strip()
+    if source.source == "questions" and (task := known_tasks(modules).get(source.path)):
+        return task.question(HELD_OUT_QUESTIONS, 0).prompt.strip()
     encoder = open_encoder(data, base)
     assert isinstance(encoder, ChatEncoder), "the texts are conversations"
     with suppress(MurmurError, OSError):  # the files may be on other machines only
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
     try:
         manifest = load_manifest(folder / "run.toml")
         require_memory(folder, free_memory() - _frozen_bytes(manifest))
-        prompt = arguments[2] if len(arguments) > 2 else choose_prompt(manifest.data, base)
+        prompt = arguments[2] if len(arguments) > 2 else choose_prompt(manifest.data, base, manifest.method.modules)
         print(write_sample(folder, prompt, token_count(manifest)).model_dump_json())
     except MurmurError as error:
         print(error, file=sys.stderr)

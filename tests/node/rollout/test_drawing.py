@@ -17,6 +17,7 @@ from protocol.manifest.reading import load_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import ReinforcementSection
 from protocol.rollout_groups import GroupLimits, Place, noise_parts, question_of
+from protocol.scored_tasks import TASKS
 
 ME = "12D3KooWMaker"
 RL = ReinforcementSection(task="reverse", answer_tokens=8, group=3)
@@ -36,7 +37,7 @@ def test_each_token_of_a_group_is_the_one_that_the_public_noise_draws(manifest: 
     assert [group.serial for group in drawn] == [0, 1]
     for place, group in zip(PLACES, drawn, strict=True):
         GroupLimits.of(manifest, 1).check(group.to_group(place.round, "cpu").to_wire())
-        prompt = encoder.prompt(question_of("reverse", manifest.run_id, ME, place))
+        prompt = encoder.prompt(question_of(TASKS["reverse"], manifest.run_id, ME, place))
         for sample, (tokens, given) in enumerate(zip(group.tokens, group.log_probabilities, strict=True)):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].float()[:, encoder.usable]

@@ -20,7 +20,7 @@ from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.rollout_groups import DrawnAnswer, Place, RolloutGroup, noise_parts, question_of
-from protocol.scored_tasks import Question
+from protocol.scored_tasks import TASKS, Question
 from tests.protocol.test_rollouts import RL
 
 HERE = Path()
@@ -62,7 +62,7 @@ def draw(
     run_id: str = MANIFEST.run_id,
 ) -> RolloutGroup:
     """Draw a group, by default as the run prescribes."""
-    question = question or question_of("reverse", run_id, MAKER, place)
+    question = question or question_of(TASKS["reverse"], run_id, MAKER, place)
     prompt = ENCODER.prompt(question)
     keys = [noise_key(*noise_parts(run_id, MAKER, noise_place or place, sample)) for sample in range(8)]
     drawn = complete(
@@ -125,7 +125,7 @@ def cheat(kind: str, model: LanguageModel, place: Place, device: str) -> Rollout
         "edited token": lambda: edit(own),
         "copy": lambda: replace(draw(model, other, device=device), serial=place.serial),
         "wrong prompt": lambda: draw(
-            model, place, question=question_of("reverse", MANIFEST.run_id, MAKER, other), device=device
+            model, place, question=question_of(TASKS["reverse"], MANIFEST.run_id, MAKER, other), device=device
         ),
         "other noise": lambda: draw(model, place, noise_place=other, device=device),
         "invented log probabilities": lambda: invent(own),
@@ -173,6 +173,21 @@ def test_cheats_on_other_devices_fail_the_sum(kind: str) -> None:
     assert len(refused) >= 3, "as many as end a maker"
     assert set(refused) <= {OTHER_DRAWS, OTHER_VALUES}
     assert not any(each.is_proof for each in verdicts)
+
+
+def test_scorers_see_only_what_was_drawn_as_the_run_prescribes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[int, ...]]()
+
+    def score(_: QuestionEncoder, asked: Question, tokens: tuple[int, ...]) -> float:
+        seen.append(tokens)
+        return 0.0
+
+    monkeypatch.setattr(QuestionEncoder, "score", score)
+    model = sharp_model(1)
+    judge(learner_of(model), edit(draw(model, Place(3, 0))), draw(model, Place(2, 0)))
+    assert not seen, "an edited answer, and one of weights that are gone"
+    judge(learner_of(model), draw(model, Place(3, 1)))
+    assert len(seen) == 8
 
 
 def test_answer_that_goes_on_after_its_stop_or_ends_before_is_refused() -> None:
@@ -235,7 +250,7 @@ def preference(model: LanguageModel, prompt: list[int], group: RolloutGroup) -> 
 
 def test_gradient_raises_the_probability_of_better_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     seed, model, group = next(found for found in map(odd_and_even, range(1, 50)) if found is not None)
-    question = question_of("reverse", MANIFEST.run_id, MAKER, Place(3, 0))
+    question = question_of(TASKS["reverse"], MANIFEST.run_id, MAKER, Place(3, 0))
     learner = learner_of(model)
     monkeypatch.setattr(QuestionEncoder, "score", lambda _, asked, tokens: float(tokens[0] % 2))
     learner.receive(MAKER, group.to_wire().SerializeToString())
@@ -274,7 +289,7 @@ def test_gradient_of_fresh_groups_is_that_of_plain_reinforce(entropy: float, mon
     model = sharp_model(1)
     groups = (draw(model, Place(3, serial), run_id=manifest.run_id) for serial in range(30))
     group = next(each for each in groups if len({answer.tokens[0] % 2 for answer in each.answers}) == 2)
-    prompt = ENCODER.prompt(question_of("reverse", manifest.run_id, MAKER, group.place))
+    prompt = ENCODER.prompt(question_of(TASKS["reverse"], manifest.run_id, MAKER, group.place))
     expected = slow_gradient(model, prompt, group, entropy)
     learner = learner_of(model, manifest)
     learner.receive(MAKER, group.to_wire().SerializeToString())
