@@ -113,7 +113,7 @@ class TaskScorer:
 
     Args:
         line: of the module, as manifests name it.
-        environment: variables of the process beside our own.
+        environment: variables of the process, added to our own.
     """
 
     def __init__(self, line: str, task: str, environment: Mapping[str, str] | None = None) -> None:
