@@ -175,7 +175,7 @@ class KeptState(_message.Message):
     def __init__(self, stage: _Optional[int] = ..., round: _Optional[int] = ..., digest: _Optional[bytes] = ..., chain_tokens: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket", "ledger", "seal", "secret")
+    __slots__ = ("round", "age", "base", "codec", "shapes", "tokens", "steps", "loss", "parts", "work", "ticket", "ledger", "seal", "secret", "credits")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,7 @@ class Contribution(_message.Message):
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
     round: int
     age: int
     base: bytes
@@ -204,7 +205,18 @@ class Contribution(_message.Message):
     ledger: bytes
     seal: bytes
     secret: bytes
-    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ..., ticket: _Optional[_Union[Signed, _Mapping]] = ..., ledger: _Optional[bytes] = ..., seal: _Optional[bytes] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    credits: _containers.RepeatedCompositeFieldContainer[RolloutCredit]
+    def __init__(self, round: _Optional[int] = ..., age: _Optional[int] = ..., base: _Optional[bytes] = ..., codec: _Optional[str] = ..., shapes: _Optional[bytes] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[BlobRef, _Mapping]]] = ..., work: _Optional[_Union[BlobRef, _Mapping]] = ..., ticket: _Optional[_Union[Signed, _Mapping]] = ..., ledger: _Optional[bytes] = ..., seal: _Optional[bytes] = ..., secret: _Optional[bytes] = ..., credits: _Optional[_Iterable[_Union[RolloutCredit, _Mapping]]] = ...) -> None: ...
+
+class RolloutCredit(_message.Message):
+    __slots__ = ("maker", "groups", "tokens")
+    MAKER_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    maker: str
+    groups: int
+    tokens: int
+    def __init__(self, maker: _Optional[str] = ..., groups: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Roster(_message.Message):
     __slots__ = ("round", "view", "base", "contributions")

@@ -8,7 +8,14 @@ from pathlib import Path
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.commit_log import commit_file_header, receipt_name
 from node.daemon.receipts.ledger import RunLedger, commit_reader, read_ledger
-from node.daemon.receipts.receipt import Receipt, describe_missing, issue_receipt, read_receipt, verify_receipts
+from node.daemon.receipts.receipt import (
+    Receipt,
+    describe_account,
+    describe_missing,
+    issue_receipt,
+    read_receipt,
+    verify_receipts,
+)
 from node.dashboard.event_log import EVENT_FILE_NAME, read_events
 from node.dashboard.events import PeerAppeared
 from node.monitoring.logs import sanitize
@@ -44,7 +51,7 @@ def write_receipts(folder: Path, who: str | None, out: Path | None) -> list[str]
         receipt = issue_receipt(ledger, run, peer, names.get(peer, ""), issuer, voucher)
         path = out or folder / RECEIPTS_FOLDER / receipt_file_name(receipt)
         _write(path, receipt.to_json())
-        lines.append(f"{path}: {receipt.tokens:,} tokens in {receipt.rounds:,} rounds ({receipt.share:.1%})")
+        lines.append(f"{path}: {describe_account(ledger.accounts[peer], ledger.head.tokens)}")
     if peers is None:
         lines.append(f"together {ledger.tokens:,} tokens in {ledger.head.round:,} rounds{describe_missing(ledger)}")
     return [*lines, f"check them with `murmur verify RECEIPT... {folder / COMMIT_FILE_NAME}`"]

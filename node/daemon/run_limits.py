@@ -24,8 +24,9 @@ def contribution_limits(manifest: Manifest, planner: RoundPlanner) -> Contributi
     count = table.step_microbatches(batch, manifest.model.context) if table.is_exact else 0
     most = batch if table.is_exact else MAX_MULTIPLE * planner.max_steps * batch
     bounds = planner.max_parts, most, planner.max_part_bytes
+    credited = MAX_MULTIPLE * planner.max_steps * manifest.rl.groups if manifest.rl is not None else 0
     return ContributionLimits(
-        recipe, shapes, *bounds, organiser, manifest.whole_run_id, count, bool(manifest.audits.share)
+        recipe, shapes, *bounds, organiser, manifest.whole_run_id, count, bool(manifest.audits.share), credited
     )
 
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from node.daemon.peers.chain_sync import ChainReader
 from node.daemon.peers.peer_rpc import ChannelTo
 from node.daemon.peers.swarm_view import peer_states
-from node.dashboard.events import ChainForked, CommittedContribution, LoggedEvent, RoundCommitted, RoundsMissing
+from node.dashboard.events import (
+    ChainForked,
+    CommittedContribution,
+    CountedGroups,
+    LoggedEvent,
+    RoundCommitted,
+    RoundsMissing,
+)
 from node.dashboard.state import RunState
 from node.loop.peers.catch_up import best_head
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
@@ -30,6 +37,7 @@ from protocol.manifest.run import Manifest, RunId
 from protocol.manifest.sections import AdmissionSection
 from protocol.murmur_pb2 import PeerRecord
 from protocol.pipeline.stage import StageManifest
+from protocol.rollout_credits import add_credits
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +201,7 @@ def _build_committed(state: RunState, step: ChainStep, at: float | None) -> Roun
         )
         for contribution in step.commit.contributions
     )
+    drawn = add_credits(*step.commit.counted_credits.values())
     return RoundCommitted(
         at=at,
         round=step.commit.round,
@@ -200,6 +209,7 @@ def _build_committed(state: RunState, step: ChainStep, at: float | None) -> Roun
         digest=step.after.digest.hex(),
         tokens=step.after.tokens,
         given=contributions,
+        drawn=tuple(CountedGroups(peer=maker, groups=groups, tokens=tokens) for maker, groups, tokens in drawn),
         late=_find_late(state, {contribution.peer for contribution in contributions}) if at is not None else (),
     )
 

@@ -1,12 +1,12 @@
-"""Each contributor's part of the run: tokens, rounds, time and bytes in committed rounds. Immutable.
+"""Each contributor's part of the committed rounds: tokens, time, bytes, and groups of rollouts. Immutable.
 
 A round that the swarm leaves for another chain is taken back, as long as it is one of the last MAX_REVERSIBLE rounds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from node.dashboard.events import CommittedContribution
+from node.dashboard.events import CommittedContribution, CountedGroups
 from protocol.identity import PeerId
 
 MAX_CONTRIBUTORS = 4096  # beyond them, the one with the fewest tokens is forgotten
@@ -15,30 +15,35 @@ MAX_REVERSIBLE = 64  # rounds; no peer's log holds more
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """One peer's contributions; `seconds` is the duration of the rounds that include it, `size` bytes of parts."""
+    """One peer's contributions; `seconds` is the duration of the rounds that include it, `size` bytes of parts.
+
+    `groups`: of its rollouts, from which trainers learned.
+    """
 
     tokens: int = 0
     rounds: int = 0
     seconds: float = 0.0
     size: int = 0
+    groups: int = 0
 
-    def plus(self, tokens: int, size: int, seconds: float, sign: int = 1) -> "Contributed":
+    def plus(self, tokens: int, size: int, groups: int, seconds: float, sign: int = 1) -> "Contributed":
         """Return the sum with one more contribution; a `sign` of -1 takes it back."""
         return Contributed(
             self.tokens + sign * tokens,
             self.rounds + sign,
             max(0.0, self.seconds + sign * seconds),
             self.size + sign * size,
+            self.groups + sign * groups,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class IncludedRound:
-    """A round's duration, and peer, tokens and bytes of each contribution; the events themselves take more memory."""
+    """A round's duration, and peer, tokens, bytes and groups of all work; the events themselves take more memory."""
 
     round: int
     seconds: float
-    given: tuple[tuple[PeerId, int, int], ...]
+    given: tuple[tuple[PeerId, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,20 @@ class Contributors:
     def of(self, peer: PeerId) -> Contributed:
         return self.by_peer.get(peer, Contributed())
 
-    def add_round(self, number: int, seconds: float, given: Iterable[CommittedContribution]) -> "Contributors":
+    def add_round(
+        self,
+        number: int,
+        seconds: float,
+        given: Sequence[CommittedContribution],
+        drawn: Sequence[CountedGroups] = (),
+    ) -> "Contributors":
         """Return the sums with one more round."""
-        included = IncludedRound(number, seconds, tuple((one.peer, one.tokens, one.size) for one in given))
+        groups = {one.peer: one.groups for one in drawn}
+        trained = [(one.peer, one.tokens, one.size, groups.pop(one.peer, 0)) for one in given]
+        included = IncludedRound(number, seconds, (*trained, *((peer, 0, 0, count) for peer, count in groups.items())))
         sums = _add(self.by_peer, included, 1)
         while len(sums) > MAX_CONTRIBUTORS:
-            del sums[min(sums, key=lambda peer: sums[peer].tokens)]
+            del sums[min(sums, key=lambda peer: (sums[peer].tokens, sums[peer].groups))]
         return Contributors(sums, (*self.recent, included)[-MAX_REVERSIBLE:])
 
     def truncate_from(self, round_number: int) -> "Contributors":
@@ -71,8 +84,8 @@ class Contributors:
 
 def _add(sums: Mapping[PeerId, Contributed], included: IncludedRound, sign: int) -> dict[PeerId, Contributed]:
     changed = {
-        peer: sums.get(peer, Contributed()).plus(tokens, size, included.seconds, sign)
-        for peer, tokens, size in included.given
+        peer: sums.get(peer, Contributed()).plus(tokens, size, groups, included.seconds, sign)
+        for peer, tokens, size, groups in included.given
     }
     return {**sums, **changed}
 

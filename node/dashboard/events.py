@@ -63,6 +63,14 @@ class CommittedContribution(EventModel):
     size: Count
 
 
+class CountedGroups(EventModel):
+    """The groups of a rollout peer from which the trainers of a round learned, as the commit counts them."""
+
+    peer: PeerId
+    groups: Count
+    tokens: Count
+
+
 class PeerTiming(EventModel):
     """One peer's seconds of compute, exchange and wait in a round, and the bytes that it sent."""
 
@@ -145,6 +153,7 @@ class RoundCommitted(EventModel):
     digest: str
     tokens: Count
     given: tuple[CommittedContribution, ...]
+    drawn: tuple[CountedGroups, ...] = ()
     late: tuple[PeerId, ...] = Field(default=(), description="peers that trained but are not included")
 
 

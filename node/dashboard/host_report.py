@@ -58,7 +58,7 @@ def build_host_report(state: RunState) -> RunReport:
 
 def _count_contributors(state: RunState) -> tuple[ContributorReport, ...]:
     total = state.rows.last.tokens if state.rows.last else 0
-    sums = sorted(state.contributors.by_peer.items(), key=lambda item: (-item[1].tokens, item[0]))
+    sums = sorted(state.contributors.by_peer.items(), key=lambda item: (-item[1].tokens, -item[1].groups, item[0]))
     return tuple(
         ContributorReport(
             peer=peer,
@@ -68,6 +68,7 @@ def _count_contributors(state: RunState) -> tuple[ContributorReport, ...]:
             rounds=one.rounds,
             seconds=round(one.seconds, 1),
             size=one.size,
+            groups=one.groups,
         )
         for peer, one in sums
     )

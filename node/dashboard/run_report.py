@@ -29,6 +29,7 @@ OUTCOME_WORDS: dict[Outcome, str] = {
 }
 MARKDOWN_SPECIAL = r"\`*_[]<#|~&"  # the rest means nothing in the middle of a line
 CONTRIBUTOR_HEADINGS = ("tokens", "share", "rounds", "time", "sent")
+ROLLOUT_HEADINGS = (*CONTRIBUTOR_HEADINGS, "groups")
 MAX_SHOWN_CONTRIBUTORS = 100
 EMPTY_SECTION = '<section id="end" data-version="" hidden></section>'
 
@@ -65,11 +66,18 @@ class ContributorReport(ReportModel):
     rounds: int
     seconds: float
     size: int = Field(description="bytes of its counted contributions")
+    groups: int = Field(default=0, description="of its rollouts, from which trainers learned")
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the text below each of CONTRIBUTOR_HEADINGS."""
-        tokens, rounds = f"{self.tokens:,}", f"{self.rounds:,}"
-        return tokens, format_share(self.share), rounds, format_duration(self.seconds), format_bytes(self.size)
+    def cells(self) -> dict[str, str]:
+        """Return the text below each heading."""
+        return {
+            "tokens": f"{self.tokens:,}",
+            "share": format_share(self.share),
+            "rounds": f"{self.rounds:,}",
+            "time": format_duration(self.seconds),
+            "sent": format_bytes(self.size),
+            "groups": f"{self.groups:,}",
+        }
 
 
 class RunReport(ReportModel):
@@ -141,10 +149,17 @@ class RunReport(ReportModel):
         return head + "".join(f"| {' | '.join(map(escape_markdown, row))} |\n" for row in rows)
 
     def _contributor_table(self) -> str:
-        head = f"| name | {' | '.join(CONTRIBUTOR_HEADINGS)} | peer |\n|---|{'---:|' * len(CONTRIBUTOR_HEADINGS)}---|\n"
+        headings = _headings_of(self.contributors)
+        head = f"| name | {' | '.join(headings)} | peer |\n|---|{'---:|' * len(headings)}---|\n"
+        rows = [(one, [one.cells()[heading] for heading in headings]) for one in self.contributors]
         return head + "".join(
-            f"| {escape_markdown(one.name)} | {' | '.join(one.cells())} | `{one.peer}` |\n" for one in self.contributors
+            f"| {escape_markdown(one.name)} | {' | '.join(cells)} | `{one.peer}` |\n" for one, cells in rows
         )
+
+
+def _headings_of(contributors: Sequence[ContributorReport]) -> tuple[str, ...]:
+    """Return the headings of their table; groups only where somebody drew some."""
+    return ROLLOUT_HEADINGS if any(one.groups for one in contributors) else CONTRIBUTOR_HEADINGS
 
 
 def _loss_figure(label: str, before: float | None, after: float | None, meaning: str) -> Figure:
@@ -232,10 +247,11 @@ def _render_contributors(contributors: Sequence[ContributorReport], has_receipts
     if not contributors:
         return ""
     largest = max(one.share for one in contributors) or 1.0
-    rows = "".join(_render_row(one, largest, has_receipts) for one in contributors[:MAX_SHOWN_CONTRIBUTORS])
+    headings = _headings_of(contributors)
+    rows = "".join(_render_row(one, headings, largest, has_receipts) for one in contributors[:MAX_SHOWN_CONTRIBUTORS])
     rest = len(contributors) - MAX_SHOWN_CONTRIBUTORS
     more = f'<p class="empty">and {rest:,} more, in the report</p>' if rest > 0 else ""
-    head = "".join(f'<th scope="col" class="n">{heading.capitalize()}</th>' for heading in CONTRIBUTOR_HEADINGS)
+    head = "".join(f'<th scope="col" class="n">{heading.capitalize()}</th>' for heading in headings)
     receipt = '<th scope="col" class="receipt">Receipt</th>' if has_receipts else ""
     return (
         '<h3>Who gave what</h3><div class="wide" tabindex="0" role="region" aria-label="Who gave what">'
@@ -245,13 +261,10 @@ def _render_contributors(contributors: Sequence[ContributorReport], has_receipts
     )
 
 
-def _render_row(one: ContributorReport, largest: float, has_receipts: bool) -> str:
+def _render_row(one: ContributorReport, headings: Sequence[str], largest: float, has_receipts: bool) -> str:
     peer, name = escape(one.peer), escape(one.name or short_id(one.peer))
     bar = f'<svg aria-hidden="true"><rect width="{100 * one.share / largest:.1f}%" height="100%"/></svg>'
-    cells = "".join(
-        f'<td class="n" data-label="{heading}">{cell}</td>'
-        for heading, cell in zip(CONTRIBUTOR_HEADINGS, one.cells(), strict=True)
-    )
+    cells = "".join(f'<td class="n" data-label="{heading}">{one.cells()[heading]}</td>' for heading in headings)
     receipt = f'<td class="receipt"><a href="/receipts/{peer}.json">Receipt</a></td>' if has_receipts else ""
     return (
         f'<tr data-peer="{peer}"><td class="name" title="{peer}">{name}</td><td class="part">{bar}</td>'

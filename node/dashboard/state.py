@@ -317,7 +317,7 @@ def _apply_committed(state: RunState, event: RoundCommitted) -> RunState:
         state,
         peers=peers,
         rows=state.rows.append(row),
-        contributors=state.contributors.add_round(event.round, seconds, event.given),
+        contributors=state.contributors.add_round(event.round, seconds, event.given, event.drawn),
         trend=state.trend.add_loss(row.loss),
     )
 

@@ -24,6 +24,7 @@ from protocol.blobs.blob import Blob
 from protocol.consensus.chain import ChainHead
 from protocol.consensus.messages.contributions import Commit, Contribution, ContributionLimits
 from protocol.identity import PeerId
+from protocol.rollout_credits import choose_credits
 
 MAX_AGE_ROUNDS = 3
 MAX_RESTORABLE = 3  # settled contributions that can still be returned: their blobs stay on disk
@@ -44,18 +45,20 @@ class StoredContribution:
 
     def to_contribution(self, head: ChainHead, limits: ContributionLimits) -> Contribution:
         """Return the message that submits it to the round after `head`."""
+        tokens = max(1, min(self.header.tokens, limits.max_tokens))  # an exact step may have nothing of this peer
         return Contribution(
             round=head.round,
             base=head.digest,
             codec=limits.codec,
             shapes=limits.shapes,
-            tokens=max(1, min(self.header.tokens, limits.max_tokens)),  # an exact step may have nothing of this peer
+            tokens=tokens,
             steps=self.header.steps,
             loss=self.header.loss,
             parts=self.parts,
             age=max(0, head.round - self.header.round),
             work=self.work,
             ledger=bytes.fromhex(self.header.ledger),
+            credits=choose_credits(self.header.credits, limits.credited_groups or 0, tokens),
         )
 
     def to_json(self) -> dict[str, Any]:

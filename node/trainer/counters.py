@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
 from node.trainer.ipc.channel import Activity, ContributionHeader, ContributionOutcome
 from protocol.audits import MAX_TRACED_ANCHORS, AppliedAnchor, WorkTrace
+from protocol.rollout_credits import Credits, add_credits, subtract_credits
 
 
 class _CounterModel(BaseModel):
@@ -13,25 +14,34 @@ class _CounterModel(BaseModel):
 
 
 class StepTotals(_CounterModel):
-    """Totals over a number of inner steps; `loss` is the sum of their losses in nats."""
+    """Totals over a number of inner steps.
+
+    `loss` is the sum of their losses in nats, `credits` those of the makers of rollouts that they learned from.
+    """
 
     tokens: NonNegativeInt = 0
     steps: NonNegativeInt = 0
     loss: NonNegativeFloat = 0.0
+    credits: Credits = ()
 
     def __add__(self, other: Self) -> "StepTotals":
         return StepTotals(
-            tokens=self.tokens + other.tokens, steps=self.steps + other.steps, loss=self.loss + other.loss
+            tokens=self.tokens + other.tokens,
+            steps=self.steps + other.steps,
+            loss=self.loss + other.loss,
+            credits=add_credits(self.credits, other.credits),
         )
 
     def __sub__(self, other: Self) -> "StepTotals":
         tokens, steps, loss = self.tokens - other.tokens, self.steps - other.steps, self.loss - other.loss
-        return StepTotals(tokens=max(0, tokens), steps=max(0, steps), loss=max(0.0, loss))
+        credited = subtract_credits(self.credits, other.credits)
+        return StepTotals(tokens=max(0, tokens), steps=max(0, steps), loss=max(0.0, loss), credits=credited)
 
     @classmethod
     def from_header(cls, header: ContributionHeader) -> Self:
         """Return the totals that a contribution reports."""
-        return cls(tokens=header.tokens, steps=header.steps, loss=header.loss * header.steps)
+        loss = header.loss * header.steps
+        return cls(tokens=header.tokens, steps=header.steps, loss=loss, credits=header.credits)
 
     @property
     def mean_loss(self) -> float:
@@ -64,6 +74,7 @@ class Outstanding(_CounterModel):
             loss=work.mean_loss,
             trace=self.trace,
             ledger=self.ledger,
+            credits=work.credits,
         )
 
     @classmethod

@@ -340,9 +340,11 @@ class Trainer(ExchangeLoop):
             made = learner.learn(counters.round, self._microbatch, counters.learned, lookahead)
             norm: float | None = 0.0
             if made.has_gradient:
-                norm = self._state.take_step(made.tokens, made.loss, position, learned=made.learned)
+                norm = self._state.take_step(
+                    made.tokens, made.loss, position, learned=made.learned, credited=made.credits
+                )
             elif made.tokens:
-                self._state.count_step(made.tokens, made.loss, position, learned=made.learned)
+                self._state.count_step(made.tokens, made.loss, position, learned=made.learned, credited=made.credits)
             self._optimizer.clear_gradient()
         self._rollouts_since = time.monotonic()
         if norm is None or not made.tokens:

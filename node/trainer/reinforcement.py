@@ -42,6 +42,7 @@ from protocol.identity import PeerId
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import MAX_STEPS
 from protocol.recent import RecentTable
+from protocol.rollout_credits import Credits, RolloutCredit, add_credits
 from protocol.rollout_groups import GroupLimits, Place, RolloutGroup, SignedGroup, noise_parts, question_of, require_rl
 from protocol.scored_tasks import Question
 
@@ -98,6 +99,7 @@ class LearnedStep(NamedTuple):
     has_gradient: bool
     report: RolloutsJudged
     learned: tuple[tuple[PeerId, int, int], ...]
+    credits: Credits
 
 
 class RolloutLearner:
@@ -181,7 +183,8 @@ class RolloutLearner:
         places = {maker: (number, serial) for maker, number, serial in learned if number >= oldest}
         places |= {each.maker: (each.group.round, each.group.serial + 1) for each in batch}
         after = tuple((maker, *place) for maker, place in sorted(places.items()))
-        return LearnedStep(len(surprise), report.entropy, bool(useful), report, after)
+        credited = add_credits([RolloutCredit(each.maker, 1, each.group.tokens) for each in valid])
+        return LearnedStep(len(surprise), report.entropy, bool(useful), report, after, credited)
 
     def _sample(self, scored: ScoredGroup) -> RolloutSample:
         answer = self._encoder.text(scored.rows[0].answer)

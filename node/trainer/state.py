@@ -33,6 +33,7 @@ from optim.experts import add_tokens, find_trained
 from optim.merge_policy import RebaseOnAnchor
 from optim.round_plan import RoundPlan, RoundPlanner
 from protocol.pipeline.ledger import Ledger
+from protocol.rollout_credits import Credits
 
 MAX_SETTLED = 8
 Learned = tuple[tuple[str, int, int], ...]  # maker, round, serial
@@ -159,11 +160,12 @@ class TrainerState:
         position: int,
         ledger: Ledger | None = None,
         learned: Learned | None = None,
+        credited: Credits = (),
     ) -> float | None:
         """Apply the model's gradient, count the step and return the gradient's norm.
 
         None if the norm is not finite, and then nothing changes. `ledger`: the microbatches of the step, at a stage.
-        `learned`: the places after the groups of rollouts that it has learned.
+        `learned`: the places after the groups of rollouts that it has learned. `credited`: for these, to their makers.
         """
         if not isinstance(self._optimizer, InnerOptimizer):
             raise TypeError("a user's own loop makes its steps itself")
@@ -175,7 +177,7 @@ class TrainerState:
             self.vectors.publish(self.counters, OVERWRITE)
         self._optimizer.apply(self.counters.step, norm)
         self._count_routed_tokens(self._optimizer.take_routed_tokens())
-        self.count_step(tokens, loss, position, ledger, learned)
+        self.count_step(tokens, loss, position, ledger, learned, credited)
         if self._live.is_shared:
             self.vectors.publish(self.counters)
         return norm
@@ -462,6 +464,7 @@ class TrainerState:
         position: int,
         ledger: Ledger | None = None,
         learned: Learned | None = None,
+        credited: Credits = (),
     ) -> None:
         """Count an inner step that was applied; see `take_step`."""
         counters = self.counters
@@ -471,7 +474,7 @@ class TrainerState:
             step=counters.step + 1,
             tokens=counters.tokens + tokens,
             position=position,
-            since_message=counters.since_message + StepTotals(tokens=tokens, steps=1, loss=loss),
+            since_message=counters.since_message + StepTotals(tokens=tokens, steps=1, loss=loss, credits=credited),
             ledger=self.ledger.to_text(),
             learned=counters.learned if learned is None else learned,
         )

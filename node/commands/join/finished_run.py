@@ -16,13 +16,13 @@ from node.daemon.node import Node
 from node.daemon.peers.swarm_view import find_newest_validation, states_at
 from node.daemon.receipts.commit_file import COMMIT_FILE_NAME
 from node.daemon.receipts.ledger import commit_reader, read_ledger
+from node.daemon.receipts.receipt import describe_account
 from node.dashboard.observer_node import gossiping, open_observer_node
 from node.loop.peers.swarm_snapshot import SwarmSnapshot
 from node.loop.steering import Steering
 from node.options import NodeOptions
 from node.paths import find_newest_model, read_peer_id
 from node.run_dir import RunDir
-from node.units import format_plural
 from protocol.consensus.chain import Chain
 from protocol.errors import ReceiptError
 
@@ -61,9 +61,8 @@ def describe_own_part(run: str, node_dir: Path) -> list[str]:
     if (account := ledger.accounts.get(peer)) is None:
         return []
     url = find_on_host(run, f"/receipts/{peer}.json")
-    share = account.tokens / max(1, ledger.head.tokens)
     return [
-        f"your part: {account.tokens:,} tokens in {format_plural(account.rounds, 'round')} ({share:.1%}); thank you",
+        f"your part: {describe_account(account, ledger.head.tokens)}; thank you",
         f"your receipt: {url or f'murmur receipt {shlex.quote(str(node_dir))} {peer}'}",
     ]
 

@@ -152,6 +152,7 @@ def count_contributors(node_dirs: Sequence[Path], result: SwarmResult) -> tuple[
             rounds=account.rounds,
             seconds=round(sum(totals[peer].newest_seconds().values()), 1) if peer in totals else 0.0,
             size=account.size,
+            groups=account.groups,
         )
         for peer, account in accounts
     )

@@ -73,6 +73,7 @@ class CommitFileHeader:
         return ContributionLimits(
             *(self.codec, self.shapes, MAX_PARTS, MAX_TOKENS, MAX_BLOB_BYTES, self.organiser, self.whole_run),
             microbatches=None,
+            credited_groups=None,
         )
 
 

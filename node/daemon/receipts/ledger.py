@@ -31,12 +31,13 @@ from protocol.consensus.chain import (
     genesis_head,
     open_certified,
 )
-from protocol.consensus.messages.contributions import Contribution
+from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.kinds import nested_parser, nested_reader
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.electorate import Electorate
 from protocol.errors import PeerFault, ReceiptError
 from protocol.identity import PeerId
+from protocol.rollout_credits import RolloutCredit
 from protocol.signing import TrustPoint
 
 
@@ -50,15 +51,35 @@ class CountedWork:
     chain_digest: bytes
 
 
+@dataclass(frozen=True)
+class CountedRollouts:
+    """The groups of one maker that a commit counts, by the trainers that learned from them."""
+
+    round: int
+    by_trainer: tuple[tuple[PeerId, RolloutCredit], ...]
+    chain_digest: bytes
+
+    @property
+    def groups(self) -> int:
+        return sum(credit.groups for _, credit in self.by_trainer)
+
+    @property
+    def tokens(self) -> int:
+        return sum(credit.tokens for _, credit in self.by_trainer)
+
+
 @dataclass
 class PeerAccount:
-    """The counted work of one peer."""
+    """The counted work of one peer: as a trainer, and as a maker of rollouts that trainers learned from."""
 
     tokens: int = 0
     rounds: int = 0
     size: int = 0  # bytes of the parts of its contributions
     first_round: int = 0
     last_round: int = 0
+    groups: int = 0
+    rollout_tokens: int = 0
+    rollout_rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +108,7 @@ class RunLedger:
         self.header = header
         self.accounts: dict[PeerId, PeerAccount] = {}
         self.works: dict[PeerId, list[CountedWork]] = {}
+        self.rollouts: dict[PeerId, list[CountedRollouts]] = {}
         self.segments: list[Segment] = []
         self.head = genesis_head(header.run_id)
         self.electorate = Electorate.at_genesis(header.rule)
@@ -148,6 +170,7 @@ class RunLedger:
         for contribution in entry.body.contributions:
             tokens = entry.body.counted_tokens[contribution.sender]
             self._count(CountedWork(entry.body.round, tokens, contribution, after.digest))
+        self._count_rollouts(entry.body, after.digest)
 
     def _is_certified(self, entry: CertifiedCommit) -> bool:
         """Return whether a quorum of all voters acknowledged a commit; the first commit has no voters."""
@@ -178,6 +201,21 @@ class RunLedger:
         account.last_round = work.round
         if self._followed is None or peer in self._followed:
             self.works.setdefault(peer, []).append(work)
+
+    def _count_rollouts(self, commit: Commit, digest: bytes) -> None:
+        by_maker = dict[PeerId, list[tuple[PeerId, RolloutCredit]]]()
+        for trainer, credited in commit.counted_credits.items():
+            for credit in credited:
+                by_maker.setdefault(credit.maker, []).append((trainer, credit))
+        for maker, found in by_maker.items():
+            counted = CountedRollouts(commit.round, tuple(found), digest)
+            account = self.accounts.setdefault(maker, PeerAccount(first_round=commit.round))
+            account.groups += counted.groups
+            account.rollout_tokens += counted.tokens
+            account.rollout_rounds += 1
+            account.last_round = commit.round
+            if self._followed is None or maker in self._followed:
+                self.rollouts.setdefault(maker, []).append(counted)
 
 
 OpenCommit = Callable[[wire.ChainLog], CertifiedCommit]

@@ -4,7 +4,8 @@ Where the run has an organiser, the receipt carries its voucher for the host's k
 
 The host's signature covers "murmur/1" NUL "receipt" NUL and the JSON of the receipt without its signature, with sorted
 keys and without spaces. It states which chain the run followed. Everything else follows from the commits: who signed
-which contribution, in which round it counts, and with how many tokens.
+which contribution, in which round it counts, and with how many tokens; and which trainers learned from the groups of a
+rollout peer, by their signed contributions (`protocol.rollout_credits`).
 
 `ReceiptIssuer` serves visitors of the host's page: it issues one receipt at a time in a thread, and keeps the newest.
 """
@@ -19,7 +20,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from node.daemon.receipts.commit_log import CommitLog
-from node.daemon.receipts.ledger import CountedWork, PeerAccount, RunLedger, commit_reader, commit_verifier, read_ledger
+from node.daemon.receipts.ledger import (
+    CountedRollouts,
+    CountedWork,
+    PeerAccount,
+    RunLedger,
+    commit_reader,
+    commit_verifier,
+    read_ledger,
+)
+from node.units import format_plural
 from protocol.errors import MissingFileError, PeerFault, ReceiptError
 from protocol.fault_words import describe_faults
 from protocol.identity import Identity, PeerId, verify
@@ -31,6 +41,7 @@ MAX_RECEIPT_BYTES = 256 << 20
 MAX_SHOWN_NAME = 64
 COMPARED_FIELDS = (
     "format", "organiser", "run_rounds", "chain_digest", "run_tokens", "missing_tokens", "segments", "tokens", "rounds",
+    "groups", "rollout_tokens", "rollouts",
 )  # fmt: skip
 Hex32 = str
 MAX_KEPT_RECEIPTS = 32
@@ -52,6 +63,22 @@ class ReceiptEntry(ReceiptModel):
     chain_digest: Hex32 = Field(description="digest of the chain after the round")
 
 
+class ReceiptCredit(ReceiptModel):
+    """The groups of the peer that one trainer learned from in a round, as far as they count."""
+
+    trainer: PeerId
+    groups: int
+    tokens: int
+
+
+class ReceiptRollouts(ReceiptModel):
+    """The groups of the peer that a round counts."""
+
+    round: int
+    credits: tuple[ReceiptCredit, ...]
+    chain_digest: Hex32 = Field(description="digest of the chain after the round")
+
+
 class ReceiptSegment(ReceiptModel):
     """Consecutive rounds whose commits the host has; between two segments some are missing."""
 
@@ -65,7 +92,7 @@ class ReceiptSegment(ReceiptModel):
 class ReceiptContent(ReceiptModel):
     """Everything that the host signs."""
 
-    format: str = "murmur receipt 1"
+    format: str = "murmur receipt 2"
     run: str
     run_id: str
     organiser: str = Field(description="the key that may steer the run; empty if there is none")
@@ -79,6 +106,9 @@ class ReceiptContent(ReceiptModel):
     chain_digest: Hex32
     segments: tuple[ReceiptSegment, ...]
     contributions: tuple[ReceiptEntry, ...]
+    groups: int = Field(description="of its rollouts, from which trainers learned")
+    rollout_tokens: int = Field(description="of these groups; the trainers count them as theirs too")
+    rollouts: tuple[ReceiptRollouts, ...]
     issuer: PeerId
     voucher: str = Field(default="", description="with which the organiser vouches for the issuer; empty: it does not")
 
@@ -109,11 +139,17 @@ class Receipt(ReceiptContent):
     def describe(self, verdict: str) -> str:
         """Return the line that a successful check prints."""
         who = self.name or f"..{self.peer[-6:]}"
-        rounds = f"{self.rounds:,} round{'s' * (self.rounds != 1)}"
-        return (
-            f"{verdict}: {who} gave {self.tokens:,} tokens in {rounds} of run {self.run} ({self.share:.1%}); "
-            f"signed by {fingerprint(self.signer)}"
+        return f"{verdict}: {who} gave {self.describe_work()}; signed by {fingerprint(self.signer)}"
+
+    def describe_work(self) -> str:
+        """Return the counted work, without the name of the peer."""
+        trained = (
+            f"{self.tokens:,} tokens in {format_plural(self.rounds, 'round')} of run {self.run} ({self.share:.1%})"
         )
+        if not self.groups:
+            return trained
+        drawn = describe_rollouts(self.groups, self.rollout_tokens, len(self.rollouts))
+        return f"{trained}, and {drawn}" if self.rounds else f"{drawn} of run {self.run}"
 
 
 def issue_receipt(
@@ -146,8 +182,25 @@ def build_content(ledger: RunLedger, run: str, peer: PeerId, name: str, issuer: 
         chain_digest=ledger.head.digest.hex(),
         segments=_build_segments(ledger),
         contributions=tuple(_build_entry(work) for work in ledger.works.get(peer, ())),
+        groups=account.groups,
+        rollout_tokens=account.rollout_tokens,
+        rollouts=tuple(_build_rollouts(counted) for counted in ledger.rollouts.get(peer, ())),
         issuer=issuer,
     )
+
+
+def describe_rollouts(groups: int, tokens: int, rounds: int) -> str:
+    """Return the counted rollouts of a peer in words."""
+    drawn, counted = format_plural(groups, "group"), format_plural(rounds, "round")
+    return f"{drawn} of rollouts with {tokens:,} tokens that trainers learned in {counted}"
+
+
+def describe_account(account: PeerAccount, run_tokens: int) -> str:
+    """Return the counted work of a peer, with its share of the run's tokens."""
+    share = account.tokens / max(1, run_tokens)
+    trained = f"{account.tokens:,} tokens in {format_plural(account.rounds, 'round')} ({share:.1%})"
+    drawn = describe_rollouts(account.groups, account.rollout_tokens, account.rollout_rounds)
+    return ", and ".join([trained] * bool(account.rounds) + [drawn] * bool(account.groups))
 
 
 def describe_missing(ledger: RunLedger) -> str:
@@ -180,6 +233,17 @@ def _build_entry(work: CountedWork) -> ReceiptEntry:
         message=message.digest.hex(),
         signature=base64.b64encode(message.signed.signature).decode(),
         chain_digest=work.chain_digest.hex(),
+    )
+
+
+def _build_rollouts(counted: CountedRollouts) -> ReceiptRollouts:
+    return ReceiptRollouts(
+        round=counted.round,
+        credits=tuple(
+            ReceiptCredit(trainer=trainer, groups=credit.groups, tokens=credit.tokens)
+            for trainer, credit in counted.by_trainer
+        ),
+        chain_digest=counted.chain_digest.hex(),
     )
 
 
@@ -307,7 +371,14 @@ class ReceiptIssuer:
             "issuer": self._identity.peer_id,
             "voucher": str(self._voucher or ""),
             "peers": [
-                {"peer": peer, "name": self._name_of(peer), "tokens": account.tokens, "rounds": account.rounds}
+                {
+                    "peer": peer,
+                    "name": self._name_of(peer),
+                    "tokens": account.tokens,
+                    "rounds": account.rounds,
+                    "groups": account.groups,
+                    "rollout_tokens": account.rollout_tokens,
+                }
                 for peer, account in accounts
             ],
         }

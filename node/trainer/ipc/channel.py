@@ -34,6 +34,7 @@ from node.trainer.ipc.stage_messages import (
 from protocol.audits import Conditions, Outcome, WorkTrace
 from protocol.errors import MalformedError
 from protocol.fault_words import describe_faults
+from protocol.rollout_credits import Credits
 
 ContributionOutcome = Outcome
 Activity = Literal["compute", "encode", "adopt", "wait", "idle", "evaluate", "snapshot", "pause"]
@@ -175,6 +176,7 @@ class ContributionHeader(_IpcMessage):
 
     Tokens, steps and mean loss count from the last included contribution. `serial` counts the trainer's contributions.
     `trace` and `conditions` are for audits (`node.daemon.audits`). `ledger`: of an exact step, in hexadecimal.
+    `credits`: of the makers of rollouts that the steps learned from.
     """
 
     kind: Literal["message"] = "message"
@@ -187,6 +189,7 @@ class ContributionHeader(_IpcMessage):
     trace: WorkTrace = WorkTrace()
     conditions: Conditions = Conditions()
     ledger: str = ""
+    credits: Credits = ()
 
 
 class RevisedOutcome(_IpcMessage):

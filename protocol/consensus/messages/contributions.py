@@ -44,6 +44,7 @@ from protocol.identity import PeerId, public_key
 from protocol.manifest.run import RunId
 from protocol.manifest.sections import MAX_STEP_MICROBATCHES
 from protocol.pipeline.ledger import StepLedger
+from protocol.rollout_credits import ClaimedCredits, Credits, count_credits, open_credits
 from protocol.steering import MAX_REVISIONS, NO_REVISION, REVISION_KIND, Revision
 
 MAX_MULTIPLE: Final = 2  # of the median claim of a round, and of the tokens of a round's plan
@@ -178,6 +179,8 @@ class ContributionLimits:
     `microbatches`: those of an exact step, which a contribution's ledger names; 0 without exact steps, `None` if any
     ledger will do.
     `audited`: whether others repeat a share of the contributions, so that each has a work record and a seal.
+    `credited_groups`: of rollouts, that a contribution credits to their makers; 0 in runs without rollouts, `None` if
+    any number will do.
     """
 
     codec: str
@@ -189,6 +192,7 @@ class ContributionLimits:
     whole_run: RunId = ""
     microbatches: int | None = 0
     audited: bool = False
+    credited_groups: int | None = 0
 
     def check_ledger(self, ledger: bytes, tokens: int) -> None:
         """Raise MalformedError unless a contribution has a ledger exactly where steps are exact, and its tokens."""
@@ -228,6 +232,7 @@ class Contribution:
     `ticket`: that of a sender without a vote, in a run of tickets; the commit that includes it gives the sender one.
     `ledger`: the microbatches of an exact step that it contains (`protocol.pipeline.ledger`); else empty.
     `seal`, `secret`: draw audits (`protocol.audits`); empty in runs without audits.
+    `credits`: of the makers of rollouts (`protocol.rollout_credits`).
     """
 
     round: int
@@ -244,6 +249,7 @@ class Contribution:
     ledger: bytes = b""
     seal: bytes = b""
     secret: bytes = b""
+    credits: Credits = ()
 
     @cached_property
     def part_blobs(self) -> tuple[PartBlob, ...]:
@@ -266,6 +272,7 @@ class Contribution:
             ledger=self.ledger,
             seal=self.seal,
             secret=self.secret,
+            credits=[credit.to_wire() for credit in self.credits],
         )
 
     @classmethod
@@ -290,7 +297,9 @@ class Contribution:
         limits.check_ledger(body.ledger, body.tokens)
         check_audited(body, limits)
         counts, digests = (body.tokens, body.steps, body.loss), (body.ledger, body.seal, body.secret)
-        return cls(body.round, body.base, body.codec, body.shapes, *counts, parts, body.age, work, ticket, *digests)
+        credited = open_credits(body, limits.credited_groups)
+        place = body.round, body.base, body.codec, body.shapes
+        return cls(*place, *counts, parts, body.age, work, ticket, *digests, credited)
 
 
 def check_audited(body: wire.Contribution, limits: ContributionLimits) -> None:
@@ -434,6 +443,15 @@ class Commit(ContributionList):
         claims = [entry.body.tokens for entry in self.contributions]
         counts = claims if all(entry.body.ledger for entry in self.contributions) else count_tokens(claims)
         return dict(zip(self.by_sender, counts, strict=True))
+
+    @cached_property
+    def counted_credits(self) -> dict[PeerId, Credits]:
+        """Map each contributor to its credits for makers of rollouts, as far as they count."""
+        claims = [
+            ClaimedCredits(entry.body.credits, entry.body.tokens, self.counted_tokens[entry.sender])
+            for entry in self.contributions
+        ]
+        return dict(zip(self.by_sender, count_credits(claims, count_tokens), strict=True))
 
     @property
     def tokens(self) -> int:

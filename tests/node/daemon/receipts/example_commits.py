@@ -18,6 +18,7 @@ from protocol.consensus.chain import CertifiedCommit, Chain, ChainHead, ChainLog
 from protocol.consensus.messages.contributions import Commit, Contribution
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.identity import Identity
+from protocol.rollout_credits import Credits
 from tests.node.small_run import PEERS, RUN_ID, SHAPES, certified, stated
 
 HEADER = CommitFileHeader(RUN_ID, "diloco", SHAPES.hash(), PEERS[5].peer_id)
@@ -27,28 +28,37 @@ Given = Mapping[int, tuple[int, int]]  # number of the peer: tokens, age
 
 
 def signed_commit(
-    head: ChainHead, given: Given, left_out: Sequence[Identity] = (), run_id: str = RUN_ID, word: str = ""
+    head: ChainHead,
+    given: Given,
+    left_out: Sequence[Identity] = (),
+    run_id: str = RUN_ID,
+    word: str = "",
+    credited: Credits = (),
 ) -> SignedMessage[Commit]:
     """Return the commit of the round after `head`, signed by the first peer."""
     contributions = []
     for number, (tokens, age) in given.items():
         parts = (Blob.of(f"{word}{head.round} {number}".encode()),)
-        body = Contribution(head.round, head.digest, "diloco", SHAPES.hash(), tokens, 5, 3.0, parts, age)
+        body = Contribution(
+            head.round, head.digest, "diloco", SHAPES.hash(), tokens, 5, 3.0, parts, age, credits=credited
+        )
         contributions.append(stated(PEERS[number], body, run_id))
     ordered = tuple(sorted(contributions, key=lambda message: message.sender))
     silent = tuple(sorted(peer.peer_id for peer in left_out))
     return stated(PEERS[0], Commit(head.round, 0, head.digest, ordered, (), silent), run_id)
 
 
-def chain(rounds: Sequence[Given], start: Chain | None = None, word: str = "") -> list[CertifiedCommit]:
+def chain(
+    rounds: Sequence[Given], start: Chain | None = None, word: str = "", credited: Credits = ()
+) -> list[CertifiedCommit]:
     """Return consecutive commits; from the second on, the peers that gave nothing are left out, as in groups.
 
-    Without `start` they begin at the genesis.
+    Without `start` they begin at the genesis. Each contribution credits the same makers.
     """
     grown = Chain.from_genesis(RUN_ID) if start is None else Chain(start.head, start.log)
     for given in rounds:
         silent = [PEERS[number] for number in (1, 2, 3) if number not in given] if grown.round else []
-        grown.append(certified(grown, signed_commit(grown.head, given, silent, word=word)))
+        grown.append(certified(grown, signed_commit(grown.head, given, silent, word=word, credited=credited)))
     return list(grown.commits_since(grown.round - len(rounds)) or ())
 
 

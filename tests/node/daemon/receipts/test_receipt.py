@@ -16,6 +16,7 @@ from protocol.consensus.messages.contributions import Adoption
 from protocol.consensus.messages.signed import SignedMessage
 from protocol.errors import ReceiptError
 from protocol.identity import Identity
+from protocol.rollout_credits import RolloutCredit
 from protocol.signing import sign
 from protocol.steering import REVISION_KIND, Revision, encode_changes
 from tests.node.daemon.receipts.example_commits import (
@@ -37,7 +38,7 @@ from tests.node.daemon.receipts.example_commits import (
 )
 from tests.node.small_run import PEERS, RUN_ID, certified, stated
 
-ORGANISER = PEERS[5]
+ORGANISER, JANE = PEERS[5], PEERS[4]
 
 COMMITS = chain(THREE_PEERS)
 HEAD = head_after(COMMITS)
@@ -89,6 +90,26 @@ def test_claim_far_above_that_of_the_others_counts_for_twice_theirs(commits: Pat
     verify_receipts(receipts, commits)
     assert receipts[0].tokens == before + 2 * 5
     assert sum(receipt.tokens for receipt in receipts) == receipts[0].run_tokens
+
+
+def test_rollout_peer_gets_a_receipt_of_what_trainers_learned_from_it(commits: Path) -> None:
+    """Its own word is nowhere in the commits, so a receipt that says more differs from them."""
+    learned = (RolloutCredit(JANE.peer_id, 2, 30),)
+    log = log_in(commits.parent)
+    extend(log, chain([{1: (100, 0), 2: (90, 0)}, {1: (60, 0)}], chain_to(COMMITS), credited=learned), COMMITS)
+    receipt = receipt_of(commits, JANE)
+    verify_receipts([receipt, receipt_of(commits, MARY)], commits)
+    assert (receipt.tokens, receipt.rounds, receipt.groups, receipt.rollout_tokens) == (0, 0, 6, 90)
+    assert [(each.round, len(each.credits)) for each in receipt.rollouts] == [(5, 2), (6, 1)]
+    assert {credit.trainer for credit in receipt.rollouts[0].credits} == {MARY.peer_id, TOM.peer_id}
+    assert receipt.describe("valid").startswith(
+        "valid: mary gave 6 groups of rollouts with 90 tokens that trainers learned in 2 rounds of run small; signed by"
+    )
+    inflated = [each.model_dump() for each in receipt.rollouts]
+    inflated[0]["credits"][0]["groups"] += 1
+    for lie in ({"groups": 7}, {"rollout_tokens": 91}, {"rollouts": inflated}, {"rollouts": ()}):
+        with pytest.raises(ReceiptError, match="differ in"):
+            verify_receipts([sign_content(changed(receipt, **lie), HOST)], commits)
 
 
 def test_receipt_with_a_gap_names_the_missing_tokens(tmp_path: Path) -> None:
