@@ -7,13 +7,13 @@ answers nor how the dice fall, and withholds nothing that went badly: a gap ends
 most `rl.ahead + 1` batches in a round, a batch being the groups of one round of one trainer.
 
 Trainers share the groups of a round by a rendezvous hash (Thaler & Ravishankar 1998), which all of them compute alike
-over those whose contributions made its weights and those that live when it begins. A trainer that comes later takes
-none of its groups, unless nobody else is left.
+over the trainers of the last commits before it and newcomers that live when it begins (`share_round`). A trainer that
+comes later takes none of its groups, unless nobody else is left.
 """
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -32,6 +32,8 @@ MAX_REPLY_BYTES: Final = 512 * 1024  # of groups in one reply; one group always 
 CALL_SECONDS: Final = 10.0  # for one page
 MAX_DEVICE_CHARACTERS: Final = 96
 MAX_REASON_CHARACTERS: Final = 200  # of why a trainer refused a group
+SILENT_ROUNDS: Final = 2  # without a contribution, after which the groups of a trainer go to the others
+RETRY_ROUNDS: Final = 4  # between two rounds in which a silent trainer gets its part, in case it is back
 LEAST_LOG_PROBABILITY: Final = -100.0  # nats; no token that was drawn is as unlikely
 
 
@@ -189,6 +191,19 @@ def noise_parts(run_id: RunId, maker: PeerId, place: Place, sample: int) -> tupl
 def owner_of(trainers: Iterable[PeerId], run_id: RunId, maker: PeerId, place: Place) -> PeerId:
     """Return the trainer, of at least one, that learns from a group."""
     return max(trainers, key=lambda each: (_hash("owner", run_id, place.round, maker, place.serial, each), each))
+
+
+def share_round(number: int, newest: Mapping[PeerId, int], live: Collection[PeerId]) -> frozenset[PeerId]:
+    """Return the trainers that share the groups of a round.
+
+    Args:
+        newest: for each trainer of the chain the newest round, up to this one, whose weights have a contribution of it.
+        live: by their records, which stay for a while after a death.
+    """
+    silence = {trainer: number - last for trainer, last in newest.items()}
+    working = {trainer for trainer, rounds in silence.items() if rounds < SILENT_ROUNDS}
+    back = {trainer for trainer in live if silence.get(trainer, 0) % RETRY_ROUNDS == 0}
+    return frozenset(working | back)
 
 
 def _hash(*parts: str | int) -> int:

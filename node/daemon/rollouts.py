@@ -35,6 +35,7 @@ from protocol.rollout_groups import (
     groups_of_round,
     open_group,
     require_rl,
+    share_round,
 )
 from protocol.rollout_intake import MAX_MAKERS, RolloutIntake
 from protocol.tasks import run_periodically
@@ -175,15 +176,18 @@ class RolloutFeed:
             return
         is_first, self._seen_round = self._seen_round < 0, chain.round
         self.intake.capacity = self._capacity(chain.round)
-        makers = frozenset[PeerId]()
-        for entry in chain.log.commits[-self._rl.max_age - 1 :]:
-            makers = frozenset(contribution.sender for contribution in entry.body.contributions)
-            if not self.intake.sharers(entry.body.round + 1):
-                self.intake.begin_round(entry.body.round + 1, makers)
-        if is_first and makers and me not in makers:
+        newest, shared = dict[PeerId, int](), frozenset[PeerId]()
+        for entry in chain.log.commits:
+            number = entry.body.round + 1
+            newest |= dict.fromkeys((contribution.sender for contribution in entry.body.contributions), number)
+            shared = share_round(number, newest, ())
+            if number >= chain.round - self._rl.max_age and not self.intake.sharers(number):
+                self.intake.begin_round(number, shared)
+        if is_first and shared and me not in shared:
             self._came_in = chain.round
         else:
-            self.intake.begin_round(chain.round, {*makers, *self._view.trainers(), me})
+            live = {*self._view.trainers(), me}
+            self.intake.begin_round(chain.round, share_round(chain.round, newest, live))
 
     def _capacity(self, round_number: int) -> int:
         return groups_of_round(self._rl, self._state.planner.plan(round_number).steps)

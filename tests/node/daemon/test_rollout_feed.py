@@ -177,6 +177,19 @@ async def test_trainer_that_took_part_shares_with_those_that_came() -> None:
     assert feed.intake.sharers(3) == {"me"}
 
 
+async def test_trainer_without_contributions_loses_its_part_although_its_record_lives() -> None:
+    """In every fourth round it has one, in case it is back, and all of them from its first contribution on."""
+    feed = Peers()
+    feed.share("me", "dead")
+    feed.on_trainer_message(READY)
+    shares = list[bool]()
+    for senders in (["me"],) * 4 + (["me", "dead"],) + (["me"],):
+        feed.advance(*senders)
+        await feed.turn()
+        shares.append("dead" in feed.intake.sharers(feed.chain.round))
+    assert shares == [True, False, False, True, True, True]
+
+
 async def test_groups_of_weights_that_the_trainer_lacks_wait() -> None:
     feed = Peers()
     feed.on_trainer_message(READY.model_copy(update={"round": 2}))

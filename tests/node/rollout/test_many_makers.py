@@ -1,12 +1,23 @@
 """In virtual time: eight rollout peers give eight times the groups of one, and two trainers learn each of them once."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 
 from node.rollout.outbox import GroupOutbox, HeldGroup
 from protocol.identity import Identity
-from protocol.rollout_groups import DrawnAnswer, GroupLimits, Place, RolloutGroup, open_group, page_of, sign_group
+from protocol.rollout_groups import (
+    DrawnAnswer,
+    GroupLimits,
+    Place,
+    RolloutGroup,
+    open_group,
+    page_of,
+    share_round,
+    sign_group,
+)
 from protocol.rollout_intake import RolloutIntake
 
 RUN = "ab" * 32
@@ -38,19 +49,46 @@ class Maker:
             self._due = max(self._due, now - POLL) + 1 / self._rate
 
 
-def learn(makers: int, trainers: int) -> Counter[tuple[str, Place]]:
+@dataclass
+class Sharing:
+    """The trainers of a swarm: `dead` is silent in some rounds; its record lives on.
+
+    By `keeps_dead` it has its part all the same, as if only records decided.
+    """
+
+    names: list[str]
+    dead: str = ""
+    silent: range = range(0)
+    keeps_dead: bool = False
+    newest: dict[str, int] = field(default_factory=dict)
+
+    def working(self, number: int) -> list[str]:
+        return [name for name in self.names if name != self.dead or number not in self.silent]
+
+    def commit(self, number: int) -> None:
+        """Let the working trainers make the weights after this round."""
+        self.newest |= dict.fromkeys(self.working(number), number + 1)
+
+    def share(self, number: int) -> frozenset[str]:
+        return frozenset(self.names) if self.keeps_dead else share_round(number, self.newest, self.names)
+
+
+def learn(makers: int, trainers: int, sharing: Sharing | None = None) -> Counter[tuple[str, Place]]:
     """Return how often each group was learned; a round ends once each trainer has as many as its steps take."""
     peers = [Maker(identity, 0.3 * number) for number, identity in enumerate(MAKERS[:makers])]
-    names = [f"trainer {number}" for number in range(trainers)]
+    names = names_of(trainers)
+    sharing = sharing or Sharing(names)
     pools = {name: RolloutIntake(RUN, name, SERIALS, MAX_AGE) for name in names}
     begun, missing, learned = list[float](), dict.fromkeys(names, GROUPS * STEPS), Counter[tuple[str, Place]]()
     for pool in pools.values():
-        pool.begin_round(0, names)
+        pool.begin_round(0, sharing.share(0))
     for tick in range(int(SECONDS / POLL)):
         now = tick * POLL
         for peer in peers:
             peer.work(now, begun)
-        for name, pool in pools.items():
+        working = sharing.working(len(begun))
+        for name in working:
+            pool = pools[name]
             for maker, since in pool.wanted(peer.identity.peer_id for peer in peers).items():
                 own = next(peer for peer in peers if peer.identity.peer_id == maker)
                 for signed in page_of(own.outbox.serve(name, since)):
@@ -58,12 +96,17 @@ def learn(makers: int, trainers: int) -> Counter[tuple[str, Place]]:
             taken = pool.take(missing[name], len(begun))
             missing[name] -= len(taken)
             learned.update((each.maker, each.group.place) for each in taken)
-        if not any(missing.values()):
+        if not any(missing[name] for name in working):
+            sharing.commit(len(begun))
             begun.append(now)
             missing = dict.fromkeys(names, GROUPS * STEPS)
             for pool in pools.values():
-                pool.begin_round(len(begun), names)
+                pool.begin_round(len(begun), sharing.share(len(begun)))
     return learned
+
+
+def names_of(trainers: int) -> list[str]:
+    return [f"trainer {number}" for number in range(trainers)]
 
 
 @pytest.mark.parametrize("makers", [1, 2, 4, 8])
@@ -76,6 +119,44 @@ def test_each_group_is_learned_by_one_trainer(trainers: int) -> None:
     learned = learn(3, trainers)
     assert max(learned.values()) == 1
     assert learned.total() > 0.8 * 3 * RATE * SECONDS
+
+
+def test_the_groups_of_a_dead_trainer_go_to_the_others_after_two_rounds() -> None:
+    """Also where its record lives on. Where that decides, as in the control, no round is learned whole any more."""
+    names = names_of(3)
+
+    def lost(silent: range, *, keeps_dead: bool) -> set[int]:
+        """Return the rounds some of whose groups nobody learned, although later ones of their makers were learned."""
+        learned = learn(8, 3, Sharing(names, names[0], silent, keeps_dead))
+        assert max(learned.values()) == 1
+        newest = {(maker, place.round): place.serial for maker, place in sorted(learned)}
+        return {
+            number
+            for (maker, number), last in newest.items()
+            if any((maker, Place(number, serial)) not in learned for serial in range(last))
+        }
+
+    assert not {4, 5} & lost(range(2, 99), keeps_dead=False)
+    assert {4, 5} <= lost(range(2, 99), keeps_dead=True)
+    assert not {4, 5} & lost(range(2, 6), keeps_dead=False), "and it is back in round 6"
+
+
+@pytest.mark.parametrize(
+    ("newest", "live", "shared"),
+    [
+        ({}, ["a", "b"], "ab"),
+        ({"a": 9, "b": 10}, ["a", "b"], "ab"),
+        ({"a": 9, "b": 10}, [], "ab"),
+        ({"a": 8, "b": 10}, ["a", "b"], "b"),
+        ({"a": 6, "b": 10}, ["a", "b"], "ab"),
+        ({"a": 6, "b": 10}, ["b"], "b"),
+        ({"a": 7, "b": 10}, ["a", "b", "new"], ["b", "new"]),
+    ],
+)
+def test_trainers_of_the_last_commits_and_newcomers_share_a_round(
+    newest: dict[str, int], live: list[str], shared: Sequence[str]
+) -> None:
+    assert share_round(10, newest, live) == frozenset(shared)
 
 
 @pytest.mark.parametrize("makers", [1, 3, 8])
