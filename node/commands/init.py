@@ -417,10 +417,15 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
         f"a peer needs at least {format_bytes(facts.cpu)} on a CPU, or {format_bytes(facts.cuda)} of a card's memory",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
         f"its fingerprint, which volunteers compare, is {fingerprint(manifest.run.organiser_key)}",
-        f"try it here:     murmur up {target} --peers 2 --rounds 5",
+        f"try it here:     {_trial(target, manifest)}",
         f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
         *(["draw rollouts:   murmur join LINK --role rollout"] if manifest.rl is not None else []),
     ]
+
+
+def _trial(target: Path, manifest: Manifest) -> str:
+    """Return the command that tries a run on this machine; `murmur up` has no rollout peers."""
+    return f"murmur host {target} --train" if manifest.rl is not None else f"murmur up {target} --peers 2 --rounds 5"
 
 
 def measure_all() -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ def test_run_of_each_task_fits_its_context(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     target = tmp_path / "run.toml"
     init(target, InitOptions(rl=task, size="tiny"), ask=False)
-    assert "--role rollout" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"murmur host {target} --train\n" in printed and "--role rollout" in printed and "murmur up" not in printed
     manifest = load_manifest(target)
     rl = require_rl(manifest)
     assert (manifest.data.source, manifest.data.path, rl.task) == ("questions", task, task)
