@@ -100,6 +100,22 @@ class DeviceRow:
 
 
 @dataclass(frozen=True)
+class LawRows:
+    """Rows of docs/results/law.json."""
+
+    sizes: tuple[str, ...]
+    steps: tuple[int, ...]
+
+    def __call__(self, shop: Workshop, seconds: float) -> Result:
+        """Make those that are missing and fit in half the time, for each row ends before the time does."""
+        lengths = map(str, self.steps)
+        command = [sys.executable, "-m", "benchmarks.law", "--sizes", *self.sizes, "--steps", *lengths]
+        command += ["--device", shop.device, "--max-minutes", f"{seconds / 120:.1f}", "--json"]
+        found = json.loads(execute(command, ROOT, seconds, log=shop.folder(f"law-{self.sizes[0]}") / "log"))
+        return {"laws": found["laws"]}
+
+
+@dataclass(frozen=True)
 class LargePeer:
     """One peer that trains a size of `benchmarks.device` with `--compile`, compared with the bare compiled step."""
 
@@ -208,6 +224,10 @@ QUEUE: Final = (
     Item("swarm 0.6B", 4.0, LargePeer("0.6B"), "a peer at 0.6B keeps the speed of the bare step", is_timing=True),
     Item("row 3B", 6.0, DeviceRow("3B"), "the step at 3B, with small memory", is_timing=True),
     Item("swarm 1B", 5.0, LargePeer("1B", rounds=3), "a peer at 1B keeps the speed of the bare step", is_timing=True),
+    Item("law 3M and 10M", 20.0, LawRows(("3M", "10M"), (100, 200, 400)),
+         "the law of gaps at 3 and 10 million parameters", is_timing=True),
+    Item("law 30M and 124M", 40.0, LawRows(("30M", "124M"), (100, 200, 400)), "the same at 30 and 124 million",
+         is_timing=True),
 )  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.law import Rows, crossing, fit_all
 from benchmarks.recipes import Ledger
-from node.simulation.comparison import RecipeResults
+from node.simulation.comparison import LOCAL, RecipeResults
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "results" / "README.md"
@@ -45,18 +46,10 @@ OPEN_HEAD: Final = """
 """
 OPEN: Final = (
     (
-        "Does the gap to data parallel shrink with the size of the model?",
-        "[Three lengths of one method](frugal.md#the-gap-to-data-parallel-by-length) at 0.8 million parameters, and "
-        "the two lengths above. A law needs 0.8, 3 and 10 million parameters, tuned at each size, at three lengths and "
-        "with three seeds. A run of 500 steps takes 5 to 9 minutes of a core at 0.8 million and more than an hour at "
-        "10, so that is days (`python benchmarks/horizon.py`). Until then `murmur recipes --for RUN.toml` advises by "
-        "links and by the losses at this size",
-    ),
-    (
-        "When does `diloco` beat peers that never exchange?",
-        "From a warm start it does after 250 steps (+7.7% and +17.7%), from scratch not in 500: a momentum of 0.9 "
-        "needs some 50 rounds, and 500 steps are 20. A run of 5,000 steps takes an hour or two of a core for each "
-        "method, rate and seed at 0.8 million parameters",
+        "Does the gap to data parallel shrink beyond 0.8 million parameters?",
+        "[Up to there](law.md) rows of one seed are recorded. From 3 million on they want a card: `python -m "
+        "benchmarks.card` has 3M, 10M, 30M and 124M in its queue. Until then `murmur recipes --for RUN.toml` advises "
+        "by links and by the losses at 0.8 million",
     ),
     (
         "How busy are unequal peers in a pipeline?",
@@ -142,7 +135,7 @@ def answer_lengths(data: Data) -> str:
         loss = float(run["outcome"]["validation_loss"])
         first[run["name"]] = min(loss, first.get(run["name"], loss))
     last = losses_of(data)
-    names = ("frugal 1", "frugal", "averaging muon", "averaging", "diloco", "local")
+    names = ("frugal 1", "frugal", "averaging muon", "averaging", "streaming-diloco", "diloco", "local")
     return "; ".join(
         f"`{name}` {first[name] / first['data-parallel'] - 1:+.1%} and {last[name] / last['data-parallel'] - 1:+.1%}"
         for name in names
@@ -232,6 +225,37 @@ def answer_goodput(data: Data) -> str:
     )
 
 
+def answer_law(data: Data) -> str:
+    return "; ".join(
+        f"`{law.method}` {'holds' if law.holds else 'does not hold'}: size^{law.size:+.2f} steps^{law.length:+.2f}, "
+        f"a row left out is off by a factor of {law.error:.2f} (gaps shuffled: {law.chance:.2f})"
+        for law in fit_all(rows_of(data).points())
+    )
+
+
+def answer_crossing(data: Data) -> str:
+    """Return the lengths between which streaming DiLoCo passes peers that never exchange, by size."""
+    points, method = rows_of(data).points(), "streaming-diloco"
+    parts = []
+    for size in sorted({point.parameters for point in points}):
+        worse, better = crossing(points, method, size)
+        gaps = {(one.method, one.steps): one.gap for one in points if one.parameters == size}
+        shown = [
+            f"{gaps[method, steps]:+.1%} and {gaps[LOCAL, steps]:+.1%} after {steps:,} steps"
+            for steps in (worse, better)
+            if steps
+        ]
+        parts.append(f"{size / 1e6:.2f} M: {'' if better else 'not yet, '}{', '.join(shown)}")
+    return f"`streaming-diloco` and `local` above data parallel, four peers: {'; '.join(parts)}"
+
+
+def rows_of(data: Data) -> Rows:
+    rows = Rows(Path(os.devnull) / "none")
+    rows.runs = data["runs"]
+    return rows
+
+
+LAW: Final = "docs/results/law.json"
 RECIPES: Final = "benchmarks/results/recipes.json"
 QUESTIONS: Final = (
     Question(
@@ -258,6 +282,11 @@ QUESTIONS: Final = (
     Question(
         "Does the gap to data parallel close with the length of a run (after 100 and after 500 steps)?",
         RECIPES, answer_lengths, "python benchmarks/recipes.py", "frugal.md",
+    ),
+    Question("Is there a law of the gap to data parallel?", LAW, answer_law, "python benchmarks/law.py", "law.md"),
+    Question(
+        "When does training in the style of DiLoCo beat peers that never exchange?",
+        LAW, answer_crossing, "python benchmarks/law.py", "law.md",
     ),
     Question(
         "What does a dense merge of four peers cost, with hivemind's averager in 8 bits as 1?",

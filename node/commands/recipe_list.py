@@ -200,8 +200,9 @@ def format_advice(ranked: Sequence[Advice], facts: Mapping[str, Any], has_peers:
     times, millions = facts["size"] / facts["parameters"], facts["parameters"] / 1e6
     yield from textwrap.wrap(
         "Computing is the prediction of `murmur plan`, each recipe with its own defaults. Losses are above data "
-        f"parallel's at equal tokens, measured with {millions:.1f} million parameters in rounds of at most 25 steps; "
-        f"peers that never exchange have {local:+.1%}. This run's model has {times:.3g} times as many, and no law of "
-        "size is recorded: compare the first ones with it by `murmur sim RECIPE... --run RUN.toml`.",
+        f"parallel's at equal tokens, measured with {millions:.1f} million parameters, in runs of "
+        f"{facts['early_steps']} to {facts['steps']} steps and rounds of at most 25; peers that never exchange have "
+        f"{local:+.1%}. This run's model has {times:.3g} times as many, and no law reaches beyond that "
+        "(docs/results/law.md): compare the first ones with it by `murmur sim RECIPE... --run RUN.toml`.",
         MAX_WIDTH,
     )

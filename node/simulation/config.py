@@ -36,6 +36,7 @@ class SimulationConfig:
         compiled: compile the model with bf16 products, which pays off in long runs.
         cut: the stage of the model that the peers train.
         reactions: seconds that the daemon of each peer takes to handle what comes in; empty: 10 ms each.
+        device: where the models of all peers are.
     """
 
     manifest: Manifest
@@ -52,13 +53,14 @@ class SimulationConfig:
     unequal: bool = False
     cut: Cut = WHOLE
     reactions: tuple[float, ...] = ()
+    device: str = "cpu"
 
     def build_model(self) -> LanguageModel:
         """Build a model for training or evaluation, with zero weights."""
         model, frozen = self.manifest.model, read_frozen(self.manifest.model, self.base)
         if not self.compiled:
-            return build_model(model, cut=self.cut, frozen=frozen)
-        compiled = build_compiled_model(model)
+            return build_model(model, self.device, cut=self.cut, frozen=frozen)
+        compiled = build_compiled_model(model, self.device)
         if frozen is not None:
             compiled.hold_frozen(frozen)
         return compiled

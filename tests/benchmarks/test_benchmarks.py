@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import comparison_tables, horizon, paths, recipes, returns, traffic
+from benchmarks import comparison_tables, paths, recipes, returns, traffic
 from node.commands.recipes import bits_over_rounds
 from node.from_manifest import build_program
 from node.model import shape_table
@@ -182,16 +182,6 @@ def test_the_step_of_a_row_is_moved_where_its_weights_move() -> None:
     )
     assert isinstance(usual, Sign) and isinstance(moved, Sign)
     assert moved.learning_rate == 2 * usual.learning_rate
-
-
-def test_a_longer_run_of_another_size_is_the_same_otherwise(manifest: Manifest) -> None:
-    row = next(row for row in recipes.rows() if row.name == "frugal 5")
-    base = recipes.setting_of(recipes.Job(row, "scratch", 0, 1.0))
-    same = horizon.stretched(base, recipes.STEPS, manifest.model.width)
-    assert same == base
-    longer = horizon.stretched(base, 1000, 256)
-    assert longer.target_tokens == 2 * base.target_tokens and longer.manifest.train.decay_steps == 1000
-    assert shape_table(longer.manifest.model).numel > 3 * shape_table(base.manifest.model).numel
 
 
 def test_courses_are_as_long_as_the_run() -> None:

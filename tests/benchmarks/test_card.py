@@ -65,7 +65,7 @@ def test_queue_begins_with_what_all_are_compared_with_and_ends_with_timings(
     begun = fake_queue(monkeypatch, faults=set())
     made = card.Queue(words_of(tmp_path), "cuda", "a card").run(tmp_path)
     assert [row["name"] for row in made] == begun == [item.name for item in card.QUEUE]
-    assert begun[0] == "plain" and begun[-2:] == ["row 3B", "swarm 1B"]
+    assert begun[0] == "plain" and begun[-2:] == ["law 3M and 10M", "law 30M and 124M"]
     assert made[1]["result"]["plain"] == 4.0, "others are compared with its loss"
     kept = json.loads((tmp_path / "card.json").read_text())
     assert all({"command", "device", "commit", "date", "result", "right"} <= set(row) for row in kept)
