@@ -16,8 +16,9 @@ Rewards are those of questions that are asked in no update, at temperature 1.
 without a trust region, which no run may have; and one or two trainers that share the groups of rounds of nine steps.
 All learn from equally many answers.
 
-The last table judges claimed rollouts of the model after the warm-up, about 300 tokens of one peer at a time: `exact`
-is the rule for devices of one kind, `sum` that for others, calibrated on half of the honest bf16 claims.
+The last table judges claimed rollouts of the model after the warm-up: `exact` and `sum` are the shares of parts of
+some 300 tokens that the rules for devices of one kind and for others refuse, and `grown` is the share of peers of whom
+a test fails in 400 answers, as the second rule joins the parts. Honest bf16 draws of two more peers calibrate it.
 """
 
 import argparse
@@ -36,9 +37,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.demonstrations import answers_with_errors, right_answers
-from benchmarks.rl_swarm import SwarmResult, measure_processes
+from benchmarks.rl_swarm import RIGHT_RATES, SwarmResult, measure_processes
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.generate import Completion, Sampling, complete
+from node.trainer.reinforcement import HONEST_TIMES, REFERENCE_TOKENS, UntestedMargins
 from optim.rollouts import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -65,12 +67,13 @@ LIKELIEST, MEDIOCRE = 0.9, 0.35  # mean rewards at which the two parts of the wa
 ERRING = 0.3  # mean score of the answers that the second part learns
 MOST_STEPS = 3000  # of a part
 ROUND_STEPS = 9
+PART, PARTS = 50, 8  # answers of a peer that are tested at once, and how often
 GOAL = 0.85  # of the mean of `NEWEST` updates; a little more than is promised for held-out questions
 NEWEST = 25
 FIRST_SCORED, HELD_OUT = 500_000, 1_000_000  # numbers of the first questions
 HONEST_AND_CHEATS = (
     "honest", "honest, 2 threads", "honest, bf16", "greedy", "temperature 0.7", "older policy", "int8 weights",
-    "edited token", "copied rollout", "wrong prompt",
+    "4-bit weights", "edited token", "copied rollout", "wrong prompt",
 )  # fmt: skip
 
 
@@ -145,7 +148,12 @@ def warm_up(model: LanguageModel, task: str, run: str) -> LanguageModel:
         (each for each in answers if each[0].prompt not in held)
         for answers in (right_answers(task, run), answers_with_errors(task, run, ERRING))
     )
-    imitate(model, right, 4e-3, lambda: mean_reward(model, task, run, 128, temperature=0.0) >= LIKELIEST)
+    imitate(
+        model,
+        right,
+        RIGHT_RATES.get(task, 2e-3),
+        lambda: mean_reward(model, task, run, 128, temperature=0.0) >= LIKELIEST,
+    )
     return imitate(model, erring, 5e-4, lambda: mean_reward(model, task, run, 128) <= MEDIOCRE)
 
 
@@ -367,9 +375,10 @@ def measure(task: str, seed: int, way: Learning) -> tuple[Result, LanguageModel,
     return result, warm, older
 
 
-def claims(kind: str, model: LanguageModel, older: LanguageModel, questions: Sequence[Question]) -> list[Rollout]:
-    """Return what a peer of a kind claims to have drawn at temperature 1."""
-    keys = [noise_key("arms", number) for number in range(len(questions))]
+def claims(
+    kind: str, model: LanguageModel, older: LanguageModel, questions: Sequence[Question], keys: Sequence[int]
+) -> list[Rollout]:
+    """Return what a peer of a kind claims to have drawn at temperature 1, by the noise of these keys."""
     if kind == "greedy":
         return roll_out(model, questions, keys, 0.0)
     if kind == "temperature 0.7":
@@ -377,7 +386,9 @@ def claims(kind: str, model: LanguageModel, older: LanguageModel, questions: Seq
     if kind == "older policy":
         return roll_out(older, questions, keys)
     if kind == "int8 weights":
-        return roll_out(rounded(model), questions, keys)
+        return roll_out(rounded(model, 8), questions, keys)
+    if kind == "4-bit weights":
+        return roll_out(rounded(model, 4), questions, keys)
     if kind == "honest, bf16":
         with torch.autocast("cpu", torch.bfloat16):
             return roll_out(model, questions, keys)
@@ -414,44 +425,56 @@ def copy_of(model: LanguageModel) -> LanguageModel:
     return other
 
 
-def rounded(model: LanguageModel) -> LanguageModel:
-    """Round each matrix to 8 bits, with one scale for each row."""
+def rounded(model: LanguageModel, bits: int) -> LanguageModel:
+    """Round each matrix to so many bits, with one scale for each row."""
+    largest = 2 ** (bits - 1) - 1
     coarse = copy_of(model)
     with torch.no_grad():
         for parameter in coarse.parameters():
             if parameter.dim() == 2:
-                scale = parameter.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+                scale = parameter.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / largest
                 parameter.copy_((parameter / scale).round() * scale)
     return coarse
 
 
 def judge_kinds(task: str, model: LanguageModel, older: LanguageModel, peers: int) -> dict[str, dict[str, float]]:
-    """Judge every kind: the share of peers that each rule refuses, with about 300 tokens of each."""
-    questions = [TASKS[task].question("arms", number) for number in range(50 * peers)]
-    margins = {kind: margins_by_peer(model, claims(kind, model, older, questions), peers) for kind in HONEST_AND_CHEATS}
-    half = margins["honest, bf16"]
-    test = SumTest.calibrate(torch.cat(half[: peers // 2]))
-    return {
-        kind: {
-            "tokens": sum(map(len, found)) / peers,
-            "mean_margin": float(torch.cat(found).clamp(max=1).mean()),
-            "exact": sum(not is_exact(each) for each in found) / peers,
-            "sum": sum(not test.accepts(each) for each in found[peers // 2 :]) / (peers - peers // 2),
+    """Judge every kind by the rules of `node.trainer.reinforcement`: parts of some 300 tokens, and whole peers."""
+    honest = itertools.islice(parts_by_peer("honest, bf16", task, model, older, range(peers, 2 * peers)), 2)
+    test = SumTest.calibrate(torch.cat([*itertools.chain.from_iterable(honest)])[:REFERENCE_TOKENS], HONEST_TIMES)
+    found = dict[str, dict[str, float]]()
+    for kind in HONEST_AND_CHEATS:
+        by_peer = list(parts_by_peer(kind, task, model, older, range(peers)))
+        parts = list(itertools.chain.from_iterable(by_peer))
+        found[kind] = {
+            "tokens": sum(map(len, parts)) / len(parts),
+            "mean_margin": float(torch.cat(parts).clamp(max=1).mean()),
+            "exact": sum(not is_exact(each) for each in parts) / len(parts),
+            "sum": sum(not test.accepts(each) for each in parts) / len(parts),
+            "grown": sum(is_refused(own, test) for own in by_peer) / peers,
         }
-        for kind, found in margins.items()
-    }
+    return found
+
+
+def is_refused(parts: Iterable[Tensor], test: SumTest) -> bool:
+    """Check the margins of one maker as they come in, as a trainer does."""
+    untested = UntestedMargins()
+    return not all([untested.accepts(each, test) for each in parts])
 
 
 @torch.no_grad()
-def margins_by_peer(model: LanguageModel, rollouts: Sequence[Rollout], peers: int) -> list[Tensor]:
-    size, found = len(rollouts) // peers, list[Tensor]()
-    for peer in range(peers):
-        own = rollouts[peer * size : (peer + 1) * size]
-        logits, tokens = answer_logits(model, own)
-        lengths = [len(each.answer) for each in own]
-        parts = zip(torch.split(logits, lengths), torch.split(tokens, lengths), own, strict=True)
-        found.append(torch.cat([margins_of(part, 1.0, each.key, claimed, USABLE) for part, claimed, each in parts]))
-    return found
+def parts_by_peer(
+    kind: str, task: str, model: LanguageModel, older: LanguageModel, peers: Iterable[int]
+) -> Iterator[list[Tensor]]:
+    """Yield the margins of what each peer claims, in parts of `PART` answers."""
+    for peer in peers:
+        numbers = range(peer * PART * PARTS, (peer + 1) * PART * PARTS)
+        questions = [TASKS[task].question("arms", number) for number in numbers]
+        rollouts = claims(kind, model, older, questions, [noise_key("arms", number) for number in numbers])
+        logits, tokens = answer_logits(model, rollouts)
+        lengths = [len(each.answer) for each in rollouts]
+        answers = zip(torch.split(logits, lengths), torch.split(tokens, lengths), rollouts, strict=True)
+        margins = [margins_of(part, 1.0, each.key, claimed, USABLE) for part, claimed, each in answers]
+        yield [torch.cat(margins[first : first + PART]) for first in range(0, len(margins), PART)]
 
 
 def measure_local(options: argparse.Namespace) -> tuple[list[Result], dict[str, Any]]:
@@ -461,8 +484,8 @@ def measure_local(options: argparse.Namespace) -> tuple[list[Result], dict[str, 
         result, warm, older = measure(task, seed, Learning(options.updates, options.loss, options.entropy))
         results.append(result)
         note(result)
-        if not kinds:
-            kinds = judge_kinds(task, warm, older, options.peers)
+        if seed == 0:
+            kinds[task] = judge_kinds(task, warm, older, options.peers)
     return results, kinds
 
 
@@ -472,8 +495,11 @@ def measure_swarms(options: argparse.Namespace) -> tuple[list[SwarmResult], dict
     for task, seed in itertools.product(options.tasks, range(options.seeds)):
         results.append(measure_processes(task, seed, options.minutes, options.recipe))
         note(results[-1])
-    _, warm, older = measure(options.tasks[0], 0, Learning(updates=0))
-    return results, judge_kinds(options.tasks[0], warm, older, options.peers)
+    kinds = dict[str, Any]()
+    for task in options.tasks:
+        _, warm, older = measure(task, 0, Learning(updates=0))
+        kinds[task] = judge_kinds(task, warm, older, options.peers)
+    return results, kinds
 
 
 def print_ways(options: argparse.Namespace) -> None:
@@ -518,7 +544,7 @@ def main() -> None:
     parser.add_argument("--loss", default="dppo", choices=POLICY_LOSSES)
     parser.add_argument("--entropy", type=float, default=ENTROPY)
     parser.add_argument("--ages", type=int, nargs="+", default=(), help="in updates, of answers; with --updates alone")
-    parser.add_argument("--peers", type=int, default=40, help="claims of each kind")
+    parser.add_argument("--peers", type=int, default=40, help="with 400 claims, of each kind")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not (options.local or options.ages) and (reason := reason_unavailable()) is not None:
@@ -531,9 +557,11 @@ def main() -> None:
     if options.json:
         print(json.dumps({"runs": [asdict(result) for result in results], "kinds": kinds}, indent=2))
         return
-    print(f"{'kind':20} {'tokens':>7} {'margin':>8} {'exact':>7} {'sum':>7}")
-    for kind, found in kinds.items():
-        print(f"{kind:20} {found['tokens']:7.0f} {found['mean_margin']:8.4f} {found['exact']:7.1%} {found['sum']:7.1%}")
+    for task, found in kinds.items():
+        print(f"{task:20} {'tokens':>7} {'margin':>9} {'exact':>7} {'sum':>7} {'grown':>7}")
+        for kind, row in found.items():
+            shares = " ".join(f"{row[rule]:7.1%}" for rule in ("exact", "sum", "grown"))
+            print(f"{kind:20} {row['tokens']:7.0f} {row['mean_margin']:9.5f} {shares}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,14 @@ weights, or the best of many texts. A trainer has the model and computes the sco
 
 Devices of one kind compute nearly equal logits, so each margin is 0 or tiny: `is_exact`. Elsewhere logits differ by
 rounding, and a near tie may fall to the other side by a small margin. `SumTest` compares the sum of the margins, each
-cut at `cap`, with that of honest devices. Bernstein's inequality bounds how often it refuses an honest text of n tokens
-whose margins have the mean m and the variance v:
+cut at a cap c, with that of honest devices. Bernstein's inequality bounds how often it refuses an honest text of n
+tokens whose margins have the mean m and the variance v:
 
-    P(sum >= n m + t)  <=  exp(-t^2 / (2 n v + 2 cap t / 3))
+    P(sum >= n m + t)  <=  exp(-t^2 / (2 n v + 2 c t / 3))
+
+A high cap finds few large margins, as of an edited token, and a low one many small margins, as of another temperature:
+t must exceed 2 c / 3 times the logarithm, whatever the honest margins are. So the sums of several caps are tested, each
+with its share of the false alarms.
 
 The hash is the finaliser of SplitMix64 in wrapping 64-bit integers, and both logarithms are series in fp64 of
 additions, multiplications and divisions, which IEEE 754 rounds alike everywhere. So the noise has the same bits on all
@@ -63,6 +67,7 @@ FRACTION_BITS: Final = 52  # a half more is still exact in fp64
 SERIES_TERMS: Final = 6  # of the logarithm; the rest is below 1e-10
 EXACT_MARGIN: Final = 1e-3  # of honest devices of one kind, whose batches may differ
 LARGEST_HONEST_MARGIN: Final = 1.0  # of any honest device; rounding moves logits by some hundredths
+CAPS: Final = (LARGEST_HONEST_MARGIN, 0.1, 0.03)
 
 LARGEST_MOVE: Final = 0.2
 PENALTY: Final = 1e-3
@@ -142,34 +147,48 @@ def is_exact(margins: Tensor) -> bool:
     return bool((margins <= EXACT_MARGIN).all())
 
 
-@dataclass(frozen=True)
-class SumTest:
-    """The test of texts from devices of other kinds, by the mean and variance of honest margins below `cap`."""
+class HonestShare(NamedTuple):
+    """Mean and variance of honest margins, each cut at `cap`."""
 
+    cap: float
     mean: float
     variance: float
-    cap: float = LARGEST_HONEST_MARGIN
-    false_alarms: float = 1e-3
 
-    @classmethod
-    def calibrate(cls, honest: Tensor, cap: float = LARGEST_HONEST_MARGIN, false_alarms: float = 1e-3) -> Self:
-        """Estimate mean and variance from margins (T,) of honest texts, with one more margin at the cap.
-
-        The additional one keeps the test from expecting that rare near ties never occur.
-        """
-        kept = torch.cat((honest.double().clamp(max=cap), honest.new_full((1,), cap, dtype=torch.float64)))
-        return cls(float(kept.mean()), float(kept.var(correction=0)), cap, false_alarms)
-
-    def limit(self, count: int) -> float:
-        """Compute the largest sum of the margins of an honest text of `count` tokens, from Bernstein's inequality."""
-        need, spread = -math.log(self.false_alarms), count * self.variance
+    def limit(self, count: int, false_alarms: float) -> float:
+        """Compute the largest sum of the cut margins of an honest text of `count` tokens (Bernstein's inequality)."""
+        need, spread = -math.log(false_alarms), count * self.variance
         linear = self.cap * need / 3
         return count * self.mean + linear + math.sqrt(linear * linear + 2 * spread * need)
 
+
+@dataclass(frozen=True)
+class SumTest:
+    """The test of texts from devices of other kinds, by the sums of their margins at each of `CAPS`."""
+
+    honest: tuple[HonestShare, ...]
+    false_alarms: float = 1e-3
+
+    @classmethod
+    def calibrate(cls, honest: Tensor, times: float = 1.0, false_alarms: float = 1e-3) -> Self:
+        """Estimate mean and variance from margins (T,) of honest texts, with one more margin at the cap.
+
+        The additional one keeps the test from expecting that rare near ties never occur.
+
+        Args:
+            times: allow so many times the mean and the variance.
+        """
+        shares = list[HonestShare]()
+        for cap in CAPS:
+            kept = torch.cat((honest.double().clamp(max=cap), honest.new_full((1,), cap, dtype=torch.float64)))
+            shares.append(HonestShare(cap, times * float(kept.mean()), times * float(kept.var(correction=0))))
+        return cls(tuple(shares), false_alarms)
+
     def accepts(self, margins: Tensor) -> bool:
-        """Check the margins (T,) of one text, or of all texts of a peer together; none may be above the cap."""
-        return bool((margins <= self.cap).all()) and float(margins.double().clamp(max=self.cap).sum()) <= self.limit(
-            len(margins)
+        """Check the margins (T,) of one text, or of all texts of a peer; none may exceed `LARGEST_HONEST_MARGIN`."""
+        alarms = self.false_alarms / len(self.honest)
+        values = margins.double()
+        return bool((values <= LARGEST_HONEST_MARGIN).all()) and all(
+            float(values.clamp(max=share.cap).sum()) <= share.limit(len(values), alarms) for share in self.honest
         )
 
 

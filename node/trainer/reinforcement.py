@@ -4,7 +4,8 @@ For each group one pass with the weights that its maker names gives log probabil
 
     exact   on CPUs of the maker's class: each margin and each difference to the claimed log probabilities is rounding,
             or the group is proved not to be drawn as the run prescribes
-    sum     of devices of other classes: the margins of the last `TESTED_TOKENS` tokens of a maker pass `SumTest`
+    sum     of devices of other classes: the margins of 300 tokens of a maker pass `SumTest`, then those of 600, 1,200
+            and 2,400 together. The trainer draws some of the texts in bf16 too: honest devices differ as much
 
 Cards of one class compute other bits in batches of other sizes, so they take the second test. Scores are pure functions
 (`protocol.scored_tasks`). A second pass, with the weights in training, gives the gradient of the loss of all answers
@@ -14,7 +15,7 @@ whose group has different scores. Groups without variance teach nothing: they ar
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -31,10 +32,12 @@ from optim.rollouts import (
     PolicyMetrics,
     SumTest,
     centre_rewards,
+    gumbel_noise,
     is_exact,
     margins_of,
     mean_entropy,
     noise_key,
+    scores_of,
 )
 from protocol import murmur_pb2 as wire
 from protocol.errors import DataError
@@ -47,12 +50,13 @@ from protocol.rollout_groups import GroupLimits, Place, RolloutGroup, SignedGrou
 from protocol.scored_tasks import Question
 
 T = TypeVar("T")
-TESTED_TOKENS: Final = 300
+TESTED_TOKENS: Final = 300  # of a maker, at the first test; then twice as many each time
+MOST_TESTED_TOKENS: Final = 2400
+REFERENCE_TOKENS: Final = 4096  # drawn in bf16 too, among the last rounds' texts
+HONEST_TIMES: Final = 4.0  # the margins of bf16, as if logits of honest devices were twice as far apart
 EXACT_DIFFERENCE: Final = 2e-3  # nats, of a log probability; honest devices of one class differ by some 1e-5
 LARGEST_DIFFERENCE: Final = 1.0  # of one token on another device
 MEAN_DIFFERENCE: Final = 0.05
-# Of honest margins in bf16 against fp32; docs/results/rl.md
-OTHER_DEVICES: Final = SumTest(mean=2e-3, variance=2e-3)
 WEIGHTS_GONE: Final = "its weights are not here any more"
 OTHER_TOKEN: Final = "a token is not the one that its noise draws"
 OTHER_VALUES: Final = "its log probabilities are not those of the weights"
@@ -102,6 +106,53 @@ class LearnedStep(NamedTuple):
     credits: Credits
 
 
+class CheckedAnswer(NamedTuple):
+    """Margins (T,), differences (T,) to the claimed log probabilities, and margins of draws in bf16, (T,) or (0,)."""
+
+    margins: Tensor
+    differences: Tensor
+    reference: Tensor
+
+
+class HonestMargins:
+    """The margins of draws in bf16, in the newest rounds: devices of other classes are expected to differ as much."""
+
+    def __init__(self) -> None:
+        self._kept = deque[tuple[int, Tensor]]()
+
+    def needs(self, round_number: int, max_age: int) -> bool:
+        """Drop what is older than the groups of this round may be, and say whether more texts should be drawn."""
+        while self._kept and self._kept[0][0] < round_number - max_age:
+            self._kept.popleft()
+        return sum(len(each) for _, each in self._kept) < REFERENCE_TOKENS
+
+    def add(self, round_number: int, margins: Tensor) -> None:
+        self._kept.append((round_number, margins))
+
+    def test(self) -> SumTest:
+        return SumTest.calibrate(torch.cat([torch.empty(0), *(each for _, each in self._kept)]), HONEST_TIMES)
+
+
+@dataclass
+class UntestedMargins:
+    """The margins of one maker since its last full test, and how many tokens the next test needs."""
+
+    kept: list[Tensor] = field(default_factory=list)
+    needed: int = TESTED_TOKENS
+
+    def accepts(self, margins: Tensor, test: SumTest) -> bool:
+        """Add those of a group, and test all of them once they are enough."""
+        self.kept.append(margins)
+        joined = torch.cat(self.kept)
+        if len(joined) < self.needed:
+            return True
+        is_honest = test.accepts(joined)
+        self.needed *= 2
+        if self.needed > MOST_TESTED_TOKENS or not is_honest:
+            self.kept, self.needed = [], TESTED_TOKENS
+        return is_honest
+
+
 class RolloutLearner:
     """The groups that wait for one trainer, the policies that drew them, and the steps."""
 
@@ -117,7 +168,8 @@ class RolloutLearner:
         self._policies = dict[int, Tensor]()  # weights by round
         self._waiting = deque[SignedGroup]()
         self._requested = 0
-        self._margins = RecentTable[PeerId, list[Tensor]](256)  # on other devices, untested
+        self._honest = HonestMargins()
+        self._margins = RecentTable[PeerId, UntestedMargins](256)  # of makers on other devices
 
     def _require_room(self, context: int) -> None:
         task = self._encoder.tasks[self._rl.task]
@@ -163,7 +215,7 @@ class RolloutLearner:
             at: take the gradient at these weights; the model keeps its own.
         """
         batch = [self._waiting.popleft() for _ in range(min(self._rl.groups, len(self._waiting)))]
-        scored = self._check(batch, microbatch)
+        scored = self._check(batch, microbatch, round_number)
         valid = [each for each in scored if not each.refusal]
         useful = [each for each in valid if each.has_variance]
         with loaded_weights(self._model, at) if at is not None else nullcontext():
@@ -195,7 +247,7 @@ class RolloutLearner:
             reward=scored.rewards[0],
         )
 
-    def _check(self, batch: Sequence[SignedGroup], microbatch: int) -> list[ScoredGroup]:
+    def _check(self, batch: Sequence[SignedGroup], microbatch: int, round_number: int) -> list[ScoredGroup]:
         """Refuse groups that were not drawn as the run prescribes, and score the others; in their order.
 
         So no maker chooses the text that a task of the run's own has to score.
@@ -206,10 +258,15 @@ class RolloutLearner:
             if not places:
                 continue
             rows = [row for place in places for row in scored[place].rows]
+            draws_again = not all(self._is_alike(scored[place]) for place in places) and self._honest.needs(
+                round_number, self._rl.max_age
+            )
             with torch.no_grad(), loaded_weights(self._model, policy):
-                checked = iter(list(self._examine(rows, microbatch)))
+                checked = list(self._examine(rows, microbatch, draws_again=draws_again))
+            self._honest.add(round_number, torch.cat([each.reference for each in checked]))
+            remaining = iter(checked)
             for place in places:
-                scored[place] = self._judge(scored[place], [next(checked) for _ in scored[place].rows])
+                scored[place] = self._judge(scored[place], [next(remaining) for _ in scored[place].rows])
         known = self._policies
         judged = [each if each.group.round in known else replace(each, refusal=WEIGHTS_GONE) for each in scored]
         return [each if each.refusal else self._score(each) for each in judged]
@@ -231,14 +288,33 @@ class RolloutLearner:
     def _key(self, maker: PeerId, place: Place, sample: int) -> int:
         return noise_key(*noise_parts(self._run_id, maker, place, sample))
 
-    def _examine(self, rows: Sequence[ClaimedAnswer], microbatch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each answer its margins (T,) and its differences (T,) to the claimed log probabilities."""
+    def _examine(self, rows: Sequence[ClaimedAnswer], microbatch: int, *, draws_again: bool) -> Iterator[CheckedAnswer]:
+        """Yield for each answer what one pass shows, with a second one in bf16 if it `draws_again`."""
         for part in _parts(rows, microbatch):
-            for row, logits in zip(part, self._logits(part), strict=True):
+            exact = self._logits(part)
+            coarse = self._coarse_logits(part) if draws_again else [None] * len(part)
+            for row, logits, rounded in zip(part, exact, coarse, strict=True):
                 tokens = torch.tensor(row.answer, device=logits.device)
-                margins = margins_of(logits, self._rl.temperature, row.key, tokens, self._usable)
                 found = self._log_probabilities(logits, tokens)
-                yield margins.cpu(), (found.cpu() - torch.tensor(row.claimed)).abs()
+                yield CheckedAnswer(
+                    self._margins_of(row, logits, tokens).cpu(),
+                    (found.cpu() - torch.tensor(row.claimed)).abs(),
+                    torch.empty(0) if rounded is None else self._reference(row, logits, rounded).cpu(),
+                )
+
+    def _coarse_logits(self, rows: Sequence[ClaimedAnswer]) -> list[Tensor]:
+        with torch.autocast(self._model.flat.device.type, torch.bfloat16):
+            return self._logits(rows)
+
+    def _reference(self, row: ClaimedAnswer, logits: Tensor, rounded: Tensor) -> Tensor:
+        """Compute the margins (T,) of the tokens that the answer's noise draws from rounded logits."""
+        positions = torch.arange(len(logits), device=logits.device)
+        noise = gumbel_noise(torch.full_like(positions, row.key), positions, self._usable)
+        drawn = self._usable[scores_of(rounded, self._rl.temperature, noise).argmax(dim=1)]
+        return self._margins_of(row, logits, drawn)
+
+    def _margins_of(self, row: ClaimedAnswer, logits: Tensor, tokens: Tensor) -> Tensor:
+        return margins_of(logits, self._rl.temperature, row.key, tokens, self._usable)
 
     def _logits(self, rows: Sequence[ClaimedAnswer]) -> list[Tensor]:
         """Compute logits (T, usable ids) before all tokens of each answer in one pass."""
@@ -257,27 +333,27 @@ class RolloutLearner:
         places = torch.searchsorted(self._usable, tokens).clamp(max=len(self._usable) - 1)
         return torch.log_softmax(logits / self._rl.temperature, dim=-1).gather(1, places[:, None])[:, 0]
 
-    def _judge(self, scored: ScoredGroup, checked: Sequence[tuple[Tensor, Tensor]]) -> ScoredGroup:
-        margins = torch.cat([margin for margin, _ in checked])
-        differences = torch.cat([difference for _, difference in checked])
+    def _is_alike(self, scored: ScoredGroup) -> bool:
+        """Whether this trainer's device computes the same bits as the maker's: the CPUs of one class do."""
+        return scored.group.device == self._device and self._device.startswith("cpu ")
+
+    def _judge(self, scored: ScoredGroup, checked: Sequence[CheckedAnswer]) -> ScoredGroup:
+        margins = torch.cat([each.margins for each in checked])
+        differences = torch.cat([each.differences for each in checked])
         if fault := self._find_early_end(scored):
             return replace(scored, refusal=fault, is_proof=True)
-        if scored.group.device == self._device and self._device.startswith("cpu "):
+        if self._is_alike(scored):
             fault = judge_exactly(margins, differences)
             return replace(scored, refusal=fault, is_proof=bool(fault))
         return replace(scored, refusal=self._judge_by_sum(scored.maker, margins, differences))
 
     def _judge_by_sum(self, maker: PeerId, margins: Tensor, differences: Tensor) -> str:
         """Test the margins of a group, and those of its maker since the last test once they are enough."""
-        if fault := judge_elsewhere(margins, differences):
+        test = self._honest.test()
+        if fault := judge_elsewhere(margins, differences, test):
             return fault
-        untested = self._margins.setdefault(maker, [])
-        untested.append(margins)
-        joined = torch.cat(untested)
-        if len(joined) < TESTED_TOKENS:
-            return ""
-        self._margins[maker] = []
-        return "" if OTHER_DEVICES.accepts(joined) else OTHER_DRAWS
+        is_honest = self._margins.setdefault(maker, UntestedMargins()).accepts(margins, test)
+        return "" if is_honest else OTHER_DRAWS
 
     def _find_early_end(self, scored: ScoredGroup) -> str:
         """Return the fault of an answer that neither ends with a stop nor has all its tokens, or goes on after one."""
@@ -332,9 +408,9 @@ def judge_exactly(margins: Tensor, differences: Tensor) -> str:
     return OTHER_VALUES if float(differences.max()) > EXACT_DIFFERENCE else ""
 
 
-def judge_elsewhere(margins: Tensor, differences: Tensor) -> str:
+def judge_elsewhere(margins: Tensor, differences: Tensor, test: SumTest) -> str:
     """Return why no device can have drawn tokens with these margins; empty if one can."""
-    if not OTHER_DEVICES.accepts(margins):
+    if not test.accepts(margins):
         return OTHER_DRAWS
     is_far = float(differences.max()) > LARGEST_DIFFERENCE or float(differences.mean()) > MEAN_DIFFERENCE
     return OTHER_VALUES if is_far else ""

@@ -12,7 +12,18 @@ import torch
 
 from benchmarks import rl_swarm
 from benchmarks.demonstrations import answers_with_errors
-from benchmarks.rl import GOAL, MODEL, NEWEST, Learned, asked, copy_of, held_out_prompts, take_mean
+from benchmarks.rl import (
+    GOAL,
+    MODEL,
+    NEWEST,
+    Learned,
+    asked,
+    copy_of,
+    held_out_prompts,
+    is_refused,
+    parts_by_peer,
+    take_mean,
+)
 from benchmarks.rl_swarm import FAULT_ROUNDS, QUESTIONS, SURE, Flight, held_out_questions, make_manifest
 from benchmarks.rl_swarm import GOAL as PROMISE
 from benchmarks.rl_swarm import NEWEST as ROUNDS
@@ -20,6 +31,8 @@ from node.data.chat import ChatEncoder, open_encoder
 from node.data.corpus import UNCOUNTED
 from node.data.questions import RIGHT_ANSWERS, QuestionEncoder
 from node.model import build_model, initial_weights
+from node.trainer.reinforcement import HONEST_TIMES
+from optim.rollouts import SumTest
 from protocol.rollout_groups import require_rl
 from protocol.scored_tasks import TASKS
 
@@ -59,7 +72,12 @@ def test_both_roles_die_once_and_only_then_the_goal_counts(monkeypatch: pytest.M
         return SimpleNamespace(name=name, start=started, public_addresses=list)
 
     peers = [peer(name) for name in ("trainer", "one", "two", "three")]
-    swarm = SimpleNamespace(peers=peers, lab_peers=peers, kill_peer=lambda each: events.append(f"{each.name} dies"))
+    swarm = SimpleNamespace(
+        peers=peers,
+        lab_peers=peers,
+        kill_peer=lambda each: events.append(f"{each.name} dies"),
+        manifest=make_manifest("brackets", 0, "frugal"),
+    )
     monkeypatch.setattr(rl_swarm, "AWAY_SECONDS", 0.0)
     flight = Flight(cast(Any, swarm), 1.0)
     for number in range(2 * FAULT_ROUNDS + ROUNDS):
@@ -103,3 +121,14 @@ def test_trainers_take_the_mean_of_their_weights_and_an_old_policy_draws() -> No
     expected = initial_weights(MODEL, 0) + 1.0
     for each in (model, other, copy_of(model)):
         torch.testing.assert_close(torch.cat([part.flatten() for part in each.parameters()]), expected)
+
+
+def test_a_lower_temperature_is_refused_on_other_devices_and_bf16_is_not() -> None:
+    model = build_model(MODEL)
+    model.load_flat(initial_weights(MODEL, 0))
+    [honest], [cold] = (
+        list(parts_by_peer(kind, "brackets", model, model, range(1))) for kind in ("honest, bf16", "temperature 0.7")
+    )
+    test = SumTest.calibrate(torch.cat(honest), HONEST_TIMES)
+    assert not is_refused(honest, test)
+    assert is_refused(cold, test)

@@ -122,4 +122,18 @@ def test_sum_test_keeps_its_promise_on_honest_rounding() -> None:
     test = SumTest.calibrate(torch.cat([margins(key, 1.0) for key in range(20)]))
     assert sum(not test.accepts(margins(key, 1.0)) for key in range(100, 400)) == 0
     assert sum(test.accepts(margins(key, 0.7)) for key in range(100, 150)) == 0
-    assert test.limit(600) < 2 * test.limit(300), "more tokens know more"
+    for share in test.honest:
+        assert share.limit(600, 1e-3) < 2 * share.limit(300, 1e-3), "more tokens know more"
+
+
+def test_low_caps_find_what_the_highest_does_not() -> None:
+    """Many small margins, as of another temperature among few letters, stay below the limit of a high cap."""
+    honest = torch.zeros(4000)
+    honest[::200] = 0.01
+    many_small = torch.zeros(375)
+    many_small[::20] = 0.12
+    test = SumTest.calibrate(honest)
+    highest = SumTest(test.honest[:1])
+    assert highest.accepts(many_small)
+    assert not test.accepts(many_small)
+    assert test.accepts(honest[:375])
