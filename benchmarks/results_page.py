@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "results" / "README.md"
 OLD_DATES: Final = {
     **dict.fromkeys(("recipes.json", "liars.json", "activations.json"), "2026-11-27"),
-    "rl.json": "2026-11-28",
+    "rl.json": "2026-11-29",
 }
 HASH_CHARACTERS: Final = 10
 ATTACKS_THAT_ARE_NONE: Final = ("clean", "absent", "unequal data")
@@ -155,7 +155,7 @@ def answer_merge(data: Data) -> str:
 def answer_rl(data: Data) -> str:
     """Return the rewards of each task, one seed after the other."""
     tasks = dict[str, list[Data]]()
-    for run in data["runs"]:
+    for run in data["processes"]:
         tasks.setdefault(run["task"], []).append(run)
     return "; ".join(
         f"`{task}`: {', '.join('{before:.2f} to {after:.2f}'.format(**run) for run in runs)}, "
@@ -293,8 +293,8 @@ QUESTIONS: Final = (
         "docs/results/merge.json", answer_merge, "python benchmarks/sync.py --record", "merge.md",
     ),
     Question(
-        "Does reinforcement learning from scores raise the reward?",
-        "docs/results/rl.json", answer_rl, "python -m benchmarks.rl --local", "rl.md",
+        "Does learning from scores of volunteers' answers raise the reward, behind 20 Mbit/s and with deaths?",
+        "docs/results/rl.json", answer_rl, "python -m benchmarks.rl", "rl.md",
     ),
     Question(
         "How fast is a step, with a plain torch loop as 1?",

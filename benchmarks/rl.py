@@ -68,6 +68,8 @@ ERRING = 0.3  # mean score of the answers that the second part learns
 MOST_STEPS = 3000  # of a part
 ROUND_STEPS = 9
 PART, PARTS = 50, 8  # answers of a peer that are tested at once, and how often
+HONEST_MORE = 8  # times as many peers, to count refusals that should be rare
+CALIBRATING = 100_000  # number of the first peer that calibrates
 GOAL = 0.85  # of the mean of `NEWEST` updates; a little more than is promised for held-out questions
 NEWEST = 25
 FIRST_SCORED, HELD_OUT = 500_000, 1_000_000  # numbers of the first questions
@@ -439,18 +441,19 @@ def rounded(model: LanguageModel, bits: int) -> LanguageModel:
 
 def judge_kinds(task: str, model: LanguageModel, older: LanguageModel, peers: int) -> dict[str, dict[str, float]]:
     """Judge every kind by the rules of `node.trainer.reinforcement`: parts of some 300 tokens, and whole peers."""
-    honest = itertools.islice(parts_by_peer("honest, bf16", task, model, older, range(peers, 2 * peers)), 2)
+    honest = itertools.islice(parts_by_peer("honest, bf16", task, model, older, itertools.count(CALIBRATING)), 2)
     test = SumTest.calibrate(torch.cat([*itertools.chain.from_iterable(honest)])[:REFERENCE_TOKENS], HONEST_TIMES)
     found = dict[str, dict[str, float]]()
     for kind in HONEST_AND_CHEATS:
-        by_peer = list(parts_by_peer(kind, task, model, older, range(peers)))
+        number = peers * (HONEST_MORE if kind in ("honest", "honest, bf16") else 1)
+        by_peer = list(parts_by_peer(kind, task, model, older, range(number)))
         parts = list(itertools.chain.from_iterable(by_peer))
         found[kind] = {
             "tokens": sum(map(len, parts)) / len(parts),
             "mean_margin": float(torch.cat(parts).clamp(max=1).mean()),
             "exact": sum(not is_exact(each) for each in parts) / len(parts),
             "sum": sum(not test.accepts(each) for each in parts) / len(parts),
-            "grown": sum(is_refused(own, test) for own in by_peer) / peers,
+            "grown": sum(is_refused(own, test) for own in by_peer) / number,
         }
     return found
 
@@ -544,7 +547,7 @@ def main() -> None:
     parser.add_argument("--loss", default="dppo", choices=POLICY_LOSSES)
     parser.add_argument("--entropy", type=float, default=ENTROPY)
     parser.add_argument("--ages", type=int, nargs="+", default=(), help="in updates, of answers; with --updates alone")
-    parser.add_argument("--peers", type=int, default=40, help="with 400 claims, of each kind")
+    parser.add_argument("--peers", type=int, default=40, help="with 400 claims each, of each kind of cheat; more honest ones")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not (options.local or options.ages) and (reason := reason_unavailable()) is not None:

@@ -334,7 +334,7 @@ class RolloutLearner:
         return torch.log_softmax(logits / self._rl.temperature, dim=-1).gather(1, places[:, None])[:, 0]
 
     def _is_alike(self, scored: ScoredGroup) -> bool:
-        """Whether this trainer's device computes the same bits as the maker's: the CPUs of one class do."""
+        """Check whether this trainer's device computes the same bits as the maker's: the CPUs of one class do."""
         return scored.group.device == self._device and self._device.startswith("cpu ")
 
     def _judge(self, scored: ScoredGroup, checked: Sequence[CheckedAnswer]) -> ScoredGroup:
