@@ -547,7 +547,7 @@ def main() -> None:
     parser.add_argument("--loss", default="dppo", choices=POLICY_LOSSES)
     parser.add_argument("--entropy", type=float, default=ENTROPY)
     parser.add_argument("--ages", type=int, nargs="+", default=(), help="in updates, of answers; with --updates alone")
-    parser.add_argument("--peers", type=int, default=40, help="with 400 claims each, of each kind of cheat; more honest ones")
+    parser.add_argument("--peers", type=int, default=40, help="of each kind of cheat; more are honest")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not (options.local or options.ages) and (reason := reason_unavailable()) is not None:

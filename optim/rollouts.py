@@ -175,7 +175,7 @@ class SumTest:
         The additional one keeps the test from expecting that rare near ties never occur.
 
         Args:
-            times: allow so many times the mean and the variance.
+            times: factor of the mean and the variance that are allowed.
         """
         shares = list[HonestShare]()
         for cap in CAPS:

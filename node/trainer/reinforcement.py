@@ -5,7 +5,7 @@ For each group one pass with the weights that its maker names gives log probabil
     exact   on CPUs of the maker's class: each margin and each difference to the claimed log probabilities is rounding,
             or the group is proved not to be drawn as the run prescribes
     sum     of devices of other classes: the margins of 300 tokens of a maker pass `SumTest`, then those of 600, 1,200
-            and 2,400 together. The trainer draws some of the texts in bf16 too: honest devices differ as much
+            and 2,400 together. Honest devices differ as much as draws of the same texts in bf16
 
 Cards of one class compute other bits in batches of other sizes, so they take the second test. Scores are pure functions
 (`protocol.scored_tasks`). A second pass, with the weights in training, gives the gradient of the loss of all answers
@@ -263,7 +263,8 @@ class RolloutLearner:
             )
             with torch.no_grad(), loaded_weights(self._model, policy):
                 checked = list(self._examine(rows, microbatch, draws_again=draws_again))
-            self._honest.add(round_number, torch.cat([each.reference for each in checked]))
+            if draws_again:
+                self._honest.add(round_number, torch.cat([each.reference for each in checked]))
             remaining = iter(checked)
             for place in places:
                 scored[place] = self._judge(scored[place], [next(remaining) for _ in scored[place].rows])
