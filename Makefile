@@ -46,7 +46,7 @@ warmup: .venv/installed-for-tests  # compile the kernels once for all processes 
 	$(BIN)/python -m optim.kernels.warmup
 
 modules: warmup
-	$(BIN)/pytest -n logical --dist loadfile -m "not swarm and not netlab and not seeds $(SLICE)" --durations 30
+	$(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder -m "not swarm and not netlab and not seeds $(SLICE)" --durations 30
 
 processes: .venv/installed-for-tests  # two swarms at a time: peers wait for each other, and for what starts
 	$(BIN)/pytest $(PROCESSES) -n 2 --dist loadfile -m "swarm and not hostile $(SLICE)" --durations 30

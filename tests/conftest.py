@@ -31,9 +31,21 @@ def pytest_collection() -> Generator[None, object, object]:
 SEED_BATCHES = 3  # of each test of seeds; the others are part of `make nightly`
 
 
+LONGEST = (
+    "node/trainer/test_main.py",
+    "simulation/test_planted_bugs.py",
+    "test_exact_seeds.py",
+    "test_trainer_process.py",
+    "test_liars.py",
+    "test_site.py",
+    "node/trainer/ranks/",
+)  # files of one to five minutes, the longest first
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but the first batches of seeds to `make nightly`."""
+    """Begin with the longest files, lest one worker waits for another, and leave most seeds to `make nightly`."""
+    items.sort(key=lambda item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
         callspec = getattr(item, "callspec", None)
         if callspec and item.get_closest_marker("seeds") and max(callspec.indices.values()) >= SEED_BATCHES:
