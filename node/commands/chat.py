@@ -30,7 +30,7 @@ class ChatModel:
     def __init__(self, opened: OpenedModel, template: ChatTemplate, device: torch.device | str = "cpu") -> None:
         self.generator = TextGenerator(opened, device)
         self._template = template
-        self._ends = [template.end_of_answer] if template.end_of_answer else []
+        self.ends = [template.end_of_answer] if template.end_of_answer else []
 
     @classmethod
     def of(cls, opened: OpenedModel, source: str, device: torch.device | str = "cpu") -> "ChatModel":
@@ -59,7 +59,7 @@ class ChatModel:
 
     def answer(self, messages: Sequence[Message], tokens: int, sampling: Sampling) -> Iterator[str]:
         """Answer the newest message by pieces of text. Raises DataError or UsageError at the call."""
-        return self.generator.continue_tokens(self.encode(messages, tokens), tokens, sampling, self._ends)
+        return self.generator.continue_tokens(self.encode(messages, tokens), tokens, sampling, self.ends)
 
 
 @dataclass

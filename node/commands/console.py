@@ -117,7 +117,7 @@ def named_device(name: str) -> "torch.device":
 GROUPS: Final = (  # of commands, those that a person needs first
     ("First steps", ("up", "init", "join", "host", "status", "doctor")),
     ("Organise a run", ("plan", "steer", "ticket", "runs", "replay")),
-    ("The model", ("export", "generate", "chat", "eval", "tokenize")),
+    ("The model", ("export", "generate", "chat", "serve", "eval", "tokenize")),
     ("Methods", ("recipes", "sim")),
     ("Your node and your work", ("receipt", "verify", "key", "rollback", "rank")),
 )

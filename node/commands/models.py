@@ -1,4 +1,4 @@
-"""Commands that need no network: export, generate, chat, tokenize, sim, recipes. Heavy modules are imported inside."""
+"""Commands that need no network: export, generate, chat, serve, tokenize, sim, recipes. Heavy imports are inside."""
 
 import itertools
 import sys
@@ -155,6 +155,27 @@ def chat(
     talk(source, open_model(source, peer or (), insecure), system, tokens, sampling, place)
 
 
+def serve(
+    source: ModelArgument,
+    http: Annotated[str, typer.Option(metavar="ADDR", help="address of the server")] = "127.0.0.1:8000",
+    device: DeviceOption = "auto",
+    peer: PeerOption = None,
+    insecure: InsecureOption = False,
+    _: ImportOption = None,
+) -> None:
+    """Answer completions and conversations over HTTP, by the calls of OpenAI."""
+    with loading():
+        import asyncio
+
+        from node.commands.console import named_device, open_model
+        from node.commands.serving import build_server, run_server
+
+    place = named_device(device)
+    server = build_server(open_model(source, peer or (), insecure), source, place)
+    with say_when_interrupted("the server has ended"):
+        asyncio.run(run_server(server, http))
+
+
 def tokenize(
     tokenizer: Annotated[Path, typer.Argument(metavar="TOKENIZER", help="a Hugging Face tokenizer.json")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new or an empty directory for the shards")],
@@ -258,6 +279,7 @@ COMMANDS = (
     (export, "Example: murmur export runs/demo-1 model, or murmur export https://run.example.org/run.toml model"),
     (generate, "Example: murmur generate runs/demo-1 --prompt 'def '"),
     (chat, "Example: murmur chat runs/demo-1"),
+    (serve, "Example: murmur serve model, then POST to http://127.0.0.1:8000/v1/chat/completions"),
     (tokenize, "Example: murmur tokenize tokenizer.json shards corpus/*.txt"),
     (sim, "Example: murmur sim frugal:inner_steps=30 frugal:inner_steps=100 diloco --steps 400 --csv curves.csv"),
     (recipes, "Example: murmur recipes sparseloco"),
