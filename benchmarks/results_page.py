@@ -26,6 +26,7 @@ PAGE: Final = ROOT / "docs" / "results" / "README.md"
 OLD_DATES: Final = {
     **dict.fromkeys(("recipes.json", "liars.json", "activations.json"), "2026-11-27"),
     "rl.json": "2026-11-29",
+    "adapters.json": "2026-11-29",
 }
 HASH_CHARACTERS: Final = 10
 ATTACKS_THAT_ARE_NONE: Final = ("clean", "absent", "unequal data")
@@ -55,11 +56,6 @@ OPEN: Final = (
         "How busy are unequal peers in a pipeline?",
         "[0.69 of the ideal at speeds 1:2:4:8](pipelines.md#routing-over-real-connections), 0.90 at equal ones; "
         "`python benchmarks/pipeline.py` writes no file, and wants idle cores",
-    ),
-    (
-        "What does an adapter lose in a swarm?",
-        "`python -m benchmarks.adapters` compares it with PEFT on the same tokens (five minutes a seed on two idle "
-        "cores); no run is recorded",
     ),
     (
         "How fast is a peer on a card, and how much of the card's peak does it use?",
@@ -162,6 +158,12 @@ def answer_rl(data: Data) -> str:
         f"without updates {', '.join('{control:.2f}'.format(**run) for run in runs)}"
         for task, runs in tasks.items()
     )
+
+
+def answer_adapters(data: Data) -> str:
+    sent = max(row["bytes_a_peer"] for row in data["rows"]) / 1e3
+    differences = ", ".join(f"{row['difference']:+.1%}" for row in data["rows"])
+    return f"loss {differences} after 120 steps, by seed; {sent:.0f} kB sent by a peer"
 
 
 def answer_attacks(data: Data) -> str:
@@ -291,6 +293,10 @@ QUESTIONS: Final = (
     Question(
         "What does a dense merge of four peers cost, with hivemind's averager in 8 bits as 1?",
         "docs/results/merge.json", answer_merge, "python benchmarks/sync.py --record", "merge.md",
+    ),
+    Question(
+        "What does an adapter lose in a swarm of four, beside PEFT in one process with the same tokens?",
+        "docs/results/adapters.json", answer_adapters, "python -m benchmarks.adapters", "failed.md",
     ),
     Question(
         "Does learning from scores of volunteers' answers raise the reward, behind 20 Mbit/s and with deaths?",
