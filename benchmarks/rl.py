@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.demonstrations import answers_with_errors, right_answers
-from benchmarks.rl_swarm import RIGHT_RATES, SwarmResult, measure_processes
+from benchmarks.rl_swarm import SwarmResult, measure_processes, rate_of_right_answers
 from node.model import LanguageModel, build_model, initial_weights
 from node.model.generate import Completion, Sampling, complete
 from node.trainer.reinforcement import HONEST_TIMES, REFERENCE_TOKENS, UntestedMargins
@@ -153,7 +153,7 @@ def warm_up(model: LanguageModel, task: str, run: str) -> LanguageModel:
     imitate(
         model,
         right,
-        RIGHT_RATES.get(task, 2e-3),
+        rate_of_right_answers(task),
         lambda: mean_reward(model, task, run, 128, temperature=0.0) >= LIKELIEST,
     )
     return imitate(model, erring, 5e-4, lambda: mean_reward(model, task, run, 128) <= MEDIOCRE)
@@ -461,7 +461,7 @@ def judge_kinds(task: str, model: LanguageModel, older: LanguageModel, peers: in
 def is_refused(parts: Iterable[Tensor], test: SumTest) -> bool:
     """Check the margins of one maker as they come in, as a trainer does."""
     untested = UntestedMargins()
-    return not all([untested.accepts(each, test) for each in parts])
+    return not all(untested.accepts(each, test) for each in parts)
 
 
 @torch.no_grad()

@@ -123,6 +123,12 @@ def scores_of(logits: Tensor, temperature: float, noise: Tensor) -> Tensor:
     return logits.float() / temperature + noise
 
 
+def scores_of_text(logits: Tensor, temperature: float, key: int, ids: Tensor) -> Tensor:
+    """Score all `ids` at each position of one text by the noise of its key, (T, V); for arguments see `margins_of`."""
+    positions = torch.arange(len(logits), device=logits.device)
+    return scores_of(logits, temperature, gumbel_noise(torch.full_like(positions, key), positions, ids))
+
+
 def margins_of(logits: Tensor, temperature: float, key: int, tokens: Tensor, ids: Tensor) -> Tensor:
     """Compute how far each claimed token is below the one that the noise draws, (T,) in units of noise.
 
@@ -132,8 +138,7 @@ def margins_of(logits: Tensor, temperature: float, key: int, tokens: Tensor, ids
         tokens: the claimed ones, (T,) int64.
         ids: the tokens that may be drawn, (V,) int64, ascending. Another token has an infinite margin.
     """
-    positions = torch.arange(len(tokens), device=logits.device)
-    scores = scores_of(logits, temperature, gumbel_noise(torch.full_like(positions, key), positions, ids))
+    scores = scores_of_text(logits, temperature, key, ids)
     places = torch.searchsorted(ids.contiguous(), tokens).clamp(max=len(ids) - 1)
     claimed = scores.gather(1, places[:, None])[:, 0]
     return torch.where(ids[places] == tokens, scores.amax(dim=1) - claimed, math.inf)

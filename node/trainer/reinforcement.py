@@ -32,12 +32,11 @@ from optim.rollouts import (
     PolicyMetrics,
     SumTest,
     centre_rewards,
-    gumbel_noise,
     is_exact,
     margins_of,
     mean_entropy,
     noise_key,
-    scores_of,
+    scores_of_text,
 )
 from protocol import murmur_pb2 as wire
 from protocol.errors import DataError
@@ -309,10 +308,8 @@ class RolloutLearner:
 
     def _reference(self, row: ClaimedAnswer, logits: Tensor, rounded: Tensor) -> Tensor:
         """Compute the margins (T,) of the tokens that the answer's noise draws from rounded logits."""
-        positions = torch.arange(len(logits), device=logits.device)
-        noise = gumbel_noise(torch.full_like(positions, row.key), positions, self._usable)
-        drawn = self._usable[scores_of(rounded, self._rl.temperature, noise).argmax(dim=1)]
-        return self._margins_of(row, logits, drawn)
+        scores = scores_of_text(rounded, self._rl.temperature, row.key, self._usable)
+        return self._margins_of(row, logits, self._usable[scores.argmax(dim=1)])
 
     def _margins_of(self, row: ClaimedAnswer, logits: Tensor, tokens: Tensor) -> Tensor:
         return margins_of(logits, self._rl.temperature, row.key, tokens, self._usable)
