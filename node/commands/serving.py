@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from node.commands.chat import ChatModel
 from node.model.generate import Sampling, TextGenerator, sample_tokens, until
@@ -30,7 +31,7 @@ from node.model.opened_model import OpenedModel
 from node.monitoring.http_server import open_listener, serve
 from node.monitoring.logs import sanitize
 from node.units import parse_host_port
-from protocol.errors import DataError, MissingFileError, UsageError
+from protocol.errors import DataError, LimitError, MissingFileError, UsageError
 from protocol.fault_words import describe_faults
 
 MAX_BODY_BYTES: Final = 1 << 20
@@ -98,6 +99,20 @@ class WrittenAnswer:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.written, "total_tokens": total}
 
 
+class StreamedAnswer(StreamingResponse):
+    """An answer by pieces. Its call keeps its place until the last piece is sent or the client is gone."""
+
+    def __init__(self, pieces: AsyncGenerator[str], place: contextlib.ExitStack) -> None:
+        super().__init__(pieces, media_type="text/event-stream")
+        self._pieces = pieces
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            async with contextlib.aclosing(self._pieces):  # the next call has its turn at once
+                await super().__call__(scope, receive, send)
+
+
 class CompletionServer:
     """The routes of one model. `chat` is `None` for a model without a chat template."""
 
@@ -124,19 +139,30 @@ class CompletionServer:
     async def _handle(self, request: Request, is_chat: bool) -> Response:
         try:
             call = await _read_call(request)
-            answer = self._begin(call, is_chat)
+            with contextlib.ExitStack() as place:
+                place.enter_context(self._take_place())
+                answer = self._begin(call, is_chat)
+                if call.stream:
+                    return StreamedAnswer(self._stream(answer, is_chat), place.pop_all())
+                text = "".join([piece async for piece in self._write(answer)])
         except (UsageError, DataError) as error:
             return _refuse(400, str(error))
-        if self._waiting >= MAX_WAITING:
-            return _refuse(503, f"{MAX_WAITING} calls wait already; try again later")
-        written = self._write(answer)
-        if call.stream:
-            return StreamingResponse(self._stream(written, answer, is_chat), media_type="text/event-stream")
-        try:
-            text = "".join([piece async for piece in written])
+        except LimitError as error:
+            return _refuse(503, str(error))
         except TimeoutError:
             return _refuse(504, f"no answer within {self._deadline:g} s; ask for fewer tokens")
         return JSONResponse(self._reply(is_chat, False, text, answer.finish_reason) | {"usage": answer.usage})
+
+    @contextlib.contextmanager
+    def _take_place(self) -> Iterator[None]:
+        """Count a call among those that wait, from before its prompt is encoded. Raises LimitError."""
+        if self._waiting >= MAX_WAITING:
+            raise LimitError(f"{MAX_WAITING} calls wait already; try again later")
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def _begin(self, call: Call, is_chat: bool) -> WrittenAnswer:
         """Encode the prompt. Raises UsageError or DataError if the model cannot answer it."""
@@ -172,22 +198,20 @@ class CompletionServer:
         for piece in until(source.tokenizer.decode(counted(), after=start), ends):
             yield sanitize(piece, "\n\t")
 
-    async def _write(self, answer: WrittenAnswer) -> AsyncIterator[str]:
+    async def _write(self, answer: WrittenAnswer) -> AsyncGenerator[str]:
         """Yield the pieces of an answer in its turn. Raises TimeoutError at the deadline."""
         loop = asyncio.get_running_loop()
-        self._waiting += 1
         try:
             async with asyncio.timeout(self._deadline), self._turn:
                 while (piece := await loop.run_in_executor(self._thread, next, answer.pieces, None)) is not None:
                     if piece:
                         yield piece
         finally:
-            self._waiting -= 1
             self._thread.submit(_close, answer.pieces)  # after a piece that is still being written
 
-    async def _stream(self, written: AsyncIterator[str], answer: WrittenAnswer, is_chat: bool) -> AsyncIterator[str]:
+    async def _stream(self, answer: WrittenAnswer, is_chat: bool) -> AsyncGenerator[str]:
         try:
-            async with contextlib.aclosing(written) as pieces:  # type: ignore[type-var]
+            async with contextlib.aclosing(self._write(answer)) as pieces:
                 async for piece in pieces:
                     yield _event(self._reply(is_chat, True, piece, None))
         except TimeoutError:

@@ -207,13 +207,15 @@ class SiteHead:
         refusal = self._rules.refuse(offer)
         if len(self._machines) >= MAX_MACHINES or offer.machine in self._machines:
             refusal = _refuse(f"this site has {len(self._machines)} machines; at most {MAX_MACHINES}")
-        await send(writer, refusal or Welcome())
         if refusal:
+            await send(writer, refusal)
             self._report(writer, refusal.reason)
             writer.close()
             return
+        # Before the reply is sent: a second machine that offers itself meanwhile is counted with this one.
         machine = self._machines[offer.machine] = JoinedMachine(offer, _address(writer), writer)
         try:
+            await send(writer, Welcome())
             while True:
                 message = await receive(reader, FROM_MACHINE, None)
                 if isinstance(message, Forwarding):
