@@ -247,6 +247,8 @@ def demo_share(place: Place, rounds: int) -> tuple[float, float]:
         swarm = stack.enter_context(running_lab_swarm(Path(folder), changed, place.laboratory, place.nodes))
         swarm.start()
         swarm.wait_until(lambda: have_applied(swarm.poll(), 1), "all have applied the first round", RUN_SECONDS)
+        steps = [status.step for status in swarm.poll()]
+        swarm.wait_until(lambda: have_passed(swarm.poll(), steps), "all trainers have reported since", RUN_SECONDS)
         begun = [peer.totals.newest_seconds() for peer in swarm.peers]
         swarm.wait_until(
             lambda: bool(swarm.poll()) and not any(p.is_running for p in swarm.peers), "all end", RUN_SECONDS
@@ -260,8 +262,13 @@ def demo_share(place: Place, rounds: int) -> tuple[float, float]:
 
 
 def have_applied(statuses: Sequence[NodeStatus], number: int) -> bool:
-    """Return whether all peers have applied so many rounds, and their trainers have reported since."""
-    return len(statuses) == PEERS and all(status.round >= number and status.seconds for status in statuses)
+    """Return whether all peers have applied so many rounds."""
+    return len(statuses) == PEERS and all(status.round >= number for status in statuses)
+
+
+def have_passed(statuses: Sequence[NodeStatus], steps: Sequence[int]) -> bool:
+    """Return whether the trainers have reported more steps than these, after which they may have waited."""
+    return all(status.step > step for status, step in zip(statuses, steps, strict=True))
 
 
 def passed(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

@@ -246,6 +246,7 @@ def build_pacing(manifest: Manifest, program: RoundPlanner) -> Pacing:
         lambda round_number: program.plan(round_number).steps,
         manifest.train.batch_tokens,
         lambda round_number: program.plan(round_number).is_overlapped,
+        lambda round_number: program.plan(round_number).lead,
     )
 
 

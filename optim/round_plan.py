@@ -54,6 +54,12 @@ class RoundPlan:
         """Return whether peers train on while their contributions travel."""
         return self.method.schedule.ahead > 0
 
+    @property
+    def lead(self) -> int:
+        """Return the steps by which a peer may lead others before it waits; 0 if results are applied at a set step."""
+        schedule = self.method.schedule
+        return 0 if schedule.delay else schedule.ahead
+
     @cached_property
     def numel(self) -> int:
         """Return the number of values of a contribution."""

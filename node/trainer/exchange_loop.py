@@ -253,7 +253,7 @@ class ExchangeLoop(ABC):
         steps = self._step_target.steps_due(plan.steps, counters.round)
         is_due = is_contribution_due(counters, steps, plan.method.schedule, seconds)
         # While a checkpoint is written, a draft would wait; better to make more steps for it.
-        may_wait = counters.since_message.steps < steps + plan.method.schedule.ahead
+        may_wait = counters.since_message.steps < min(steps, plan.steps) + plan.method.schedule.ahead
         return is_due and not (self._drafts and self._shared_memory.is_held and may_wait)
 
     @property

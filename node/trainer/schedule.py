@@ -1,9 +1,9 @@
 """Decides when a trainer sends a contribution, applies a new anchor, or waits. Pure.
 
 A contribution is due once the one before is settled, and the plan's number of steps or the schedule's time has passed
-since. The daemon may ask for fewer steps, at least one (`protocol.consensus.pacing`). While a contribution travels, the
-peer trains for `ahead` more steps, and applies the result after `delay` of them at the earliest
-(`optim.schedules.exchange_schedule`).
+since. The daemon may ask for fewer steps, at least one, or for more, at most twice as many
+(`protocol.consensus.pacing`). While a contribution travels, the peer trains for `ahead` more steps, and applies the
+result after `delay` of them at the earliest (`optim.schedules.exchange_schedule`).
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from node.trainer.counters import Counters
 from node.trainer.ipc.channel import ApplyAnchor
 from optim.round_plan import RoundPlan
 from optim.schedules.exchange_schedule import Schedule
+from protocol.consensus.messages.contributions import MAX_MULTIPLE
 
 
 @dataclass
 class StepTarget:
-    """The number of steps, at least one, that the daemon asks for in one round."""
+    """The number of steps, from one to twice the plan's, that the daemon asks for in one round."""
 
     round_number: int = -1
     steps: int | None = None
@@ -27,11 +28,11 @@ class StepTarget:
         self.steps = steps
 
     def steps_due(self, planned_steps: int, round_number: int) -> int:
-        """Return the number of steps, of the planned ones, after which a contribution is due."""
+        """Return the number of steps after which a contribution is due."""
         return (
             planned_steps
             if self.steps is None or round_number != self.round_number
-            else max(1, min(planned_steps, self.steps))
+            else max(1, min(MAX_MULTIPLE * planned_steps, self.steps))
         )
 
 

@@ -25,6 +25,12 @@ the caller's clock, in seconds.
 
 Rounds may be shorter than the way of a newcomer from one head to the next, if its daemon is slow: then it would reach
 each head too late, and never contribute. So a roster waits for it, within the `Patience` of the peer that makes it.
+
+Where peers train on while their contributions travel, nobody waits as long as all contributions of a round are made
+within the steps that they may train on. But a peer that is early once, for example because it started first, stays
+early: it makes its next contribution as soon as the round has ended, and waits whenever another peer loses time. So a
+peer that leads the last contribution of a round by more than half of these steps makes as many more for its next
+one. It still contributes before the others, which lose nothing.
 """
 
 import math
@@ -41,6 +47,7 @@ MAX_LATENESS = 0.1  # share of the grace; a peer that is late by less delays no 
 MIN_MARGIN, MAX_MARGIN = 0.25, 0.5  # shares of the grace
 COARSE_STEP, COARSE_STEP_OF_PAIR = 0.9, 0.25  # shares of the grace; longer steps are too coarse to count
 SMOOTHING = 0.5
+KEPT_LEAD = 0.5  # share of the steps by which a peer may lead before it waits; with more, it makes more steps
 PATIENT_SHARE = 0.05  # of all time; so strangers that never contribute delay a run by no more
 MIN_PATIENCE, MAX_PATIENCE = 0.5, 6.0  # seconds
 
@@ -75,17 +82,22 @@ class Pacing:
     `grace`: the longest time for which the others wait in the open round. `full_steps`: maps a round number to the
     plan's steps. `overlaps`: tells whether peers go on training while the contributions of a round travel. Then the
     steps of a contribution began before its round, at a different time for each peer, and its arrival says nothing
-    about the speed of its sender: such rounds are ignored, and a slow peer is only asked for an early contribution.
+    about the speed of its sender: such rounds lower no steps, and a slow peer is only asked for an early contribution.
+    `lead`: maps a round number to the steps by which a peer may lead the others before it waits; 0 where all peers
+    apply a result at the same step, which more steps of one peer would shift.
     """
 
     def __init__(
         self, grace: float, full_steps: Callable[[int], int], step_tokens: int,
         overlaps: Callable[[int], bool] = lambda number: False,
+        lead: Callable[[int], int] = lambda number: 0,
     ) -> None:  # fmt: skip
         self.grace = grace
         self._full_steps = full_steps
         self._step_tokens = step_tokens
         self._overlaps = overlaps
+        self._lead = lead
+        self._more_steps = 0  # than the full ones, in the next round
         self._shares = deque([1.0] * WINDOW_ROUNDS, WINDOW_ROUNDS)
         self._delays = deque[float](maxlen=WINDOW_ROUNDS)  # from the request to the submission
         self._step_seconds: float | None = None
@@ -114,7 +126,9 @@ class Pacing:
     def steps_for(self, number: int) -> int:
         """Return the number of steps to make for a round."""
         full = self._full_steps(number)
-        return max(1, math.floor(self.step_share * full)) if self.is_slow and not self._is_coarse else full
+        if self.is_slow and not self._is_coarse:
+            return max(1, math.floor(self.step_share * full))
+        return full + min(self._more_steps, math.floor(KEPT_LEAD * min(full, self._lead(number))))
 
     @property
     def _is_coarse(self) -> bool:
@@ -178,6 +192,7 @@ class Pacing:
         self._coarse = COARSE_STEP if len(arrival_times) > 1 else COARSE_STEP_OF_PAIR
         in_time_before, self._in_time = self._in_time.get(self._number - 1), {self._number: frozenset(in_time)}
         if self._overlaps(self._number):
+            self._more_steps = self._steps_too_early([at for peer, at in arrival_times.items() if peer in in_time])
             return
         reference = sorted(
             arrived_at for peer, arrived_at in arrival_times.items() if in_time_before is None or peer in in_time_before
@@ -187,6 +202,14 @@ class Pacing:
             return
         share = max(0.0, min(1.0, steps / self._full_steps(self._number)))
         self._shares.extend([share] * (1 if self._requested_at is None else WINDOW_ROUNDS))
+
+    def _steps_too_early(self, arrival_times: Collection[float]) -> int:
+        """Return the steps by which our contribution led the last one of the others too far."""
+        submitted_at, steps = self._submitted or (0.0, None)
+        if not arrival_times or self._step_seconds is None or steps is None:
+            return 0
+        lead = (max(arrival_times) - submitted_at) / self._step_seconds
+        return max(0, round(lead - KEPT_LEAD * self._lead(self._number)))
 
     def _steps_that_fit(self, arrival_times: list[float]) -> float | None:
         """Return the steps that would have fitted into the round, or None if it does not tell."""

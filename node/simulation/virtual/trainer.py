@@ -96,7 +96,7 @@ class VirtualTrainer:
         """Return whether to make a contribution now; `max_steps` steps bring the run to its target."""
         counters, plan = self.state.counters, self.state.plan
         seconds = self._contribution_timer.seconds(counters.since_message.steps, counters.step, now)
-        steps = self.step_target.steps_due(min(plan.steps, max_steps), counters.round)
+        steps = min(max_steps, self.step_target.steps_due(plan.steps, counters.round))
         return is_contribution_due(counters, steps, plan.method.schedule, seconds)
 
     def step(self) -> None:

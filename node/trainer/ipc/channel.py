@@ -210,7 +210,7 @@ class ApplyAnchor(_IpcMessage):
     kind: Literal["adopt"] = "adopt"
     round: int = Field(ge=0)
     outcome: ContributionOutcome
-    steps: int | None = Field(default=None, ge=1, description="inner steps for the round, if fewer than planned")
+    steps: int | None = Field(default=None, ge=1, description="inner steps for the round; None: as planned")
     revised: tuple[RevisedOutcome, ...] = Field(default=(), description="repeated with every anchor; applied once")
     settings: StepSettings | None = Field(default=None, description="from this anchor on; None: as before")
     exact_step: int = Field(default=0, ge=0, description="that the round makes, where steps are exact")

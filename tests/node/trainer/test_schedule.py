@@ -44,9 +44,9 @@ def test_steps_made_while_a_contribution_is_encoded_count_from_its_beginning() -
 
 
 @pytest.mark.parametrize(
-    ("asked", "number", "due_after"), [(None, 3, 20), (5, 3, 5), (5, 4, 20), (0, 3, 1), (99, 3, 20)]
+    ("asked", "number", "due_after"), [(None, 3, 20), (5, 3, 5), (5, 4, 20), (0, 3, 1), (24, 3, 24), (99, 3, 40)]
 )
-def test_fewer_steps_make_a_message_due_for_the_round_that_they_are_asked_for(
+def test_other_steps_make_a_message_due_for_the_round_that_they_are_asked_for(
     asked: int | None, number: int, due_after: int
 ) -> None:
     wanted = StepTarget()

@@ -1,5 +1,6 @@
 """Steps from measured rounds: slow machines, equal ones with noise, pairs, and what a person reads."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -221,6 +222,55 @@ def test_where_messages_overlap_with_training_no_steps_are_planned_away(overlaps
     slow = [steps for *_, steps in made]
     assert all(steps == [FULL] * 3 for *steps, _ in made)
     assert (slow[-1] > FULL // 4 + 1) is overlaps, "the control: a slow machine's steps are planned"
+
+
+AHEAD = 9
+
+
+def overlapped_rounds(lead: int, count: int) -> list[float]:
+    """Return the seconds for which each of four peers waits for the last of a round, from the second one on.
+
+    They train on for nine steps of about a second while a contribution travels. The first started long before the rest.
+    """
+    every = [Pacing(GRACE, lambda number: AHEAD, TOKENS, lambda number: True, lambda number: lead) for _ in range(4)]
+    now, made, total, waited = [0.0, *[4.0 * AHEAD] * 3], [0] * 4, [0] * 4, [0.0] * 4
+    noise = random.Random(0)
+    for number in range(count):
+        sent: list[float] = []
+        for me, pacing in enumerate(every):
+            pacing.open_round(number, now[me])
+            missing = max(0, pacing.steps_for(number) - made[me])
+            now[me], total[me] = now[me] + missing + noise.uniform(0.0, 2.0), total[me] + missing
+            pacing.record_steps(total[me], float(total[me]))
+            pacing.record_submit(made[me] + missing, now[me])
+            sent.append(now[me])
+        for me, pacing in enumerate(every):
+            made[me] = min(AHEAD, math.ceil(max(sent) - now[me]))
+            now[me], total[me] = now[me] + made[me], total[me] + made[me]
+            waited[me] += max(0.0, max(sent) - now[me]) if number else 0.0
+            now[me] = max(now[me], max(sent))
+            pacing.close_round({str(who): at for who, at in enumerate(sent) if who != me}, list("0123"))
+    return waited
+
+
+def test_who_leads_by_far_makes_more_steps_and_waits_no_more() -> None:
+    """The control: otherwise it waits in each round in which another peer loses time."""
+    assert overlapped_rounds(AHEAD, 12) == [0.0] * 4
+    first, *others = overlapped_rounds(0, 12)
+    assert first > 3.0 and others == [0.0] * 3
+
+
+def test_who_leads_by_little_makes_the_plan_s_steps() -> None:
+    pacing = Pacing(GRACE, lambda number: AHEAD, TOKENS, lambda number: True, lambda number: AHEAD)
+    pacing.record_steps(1, 1.0)
+    pacing.record_steps(2, 2.0)
+    steps = {}
+    for lead in (-3.0, 0.0, 4.0, 6.0, 9.0, 99.0):
+        pacing.open_round(1, 0.0)
+        pacing.record_submit(AHEAD, 10.0)
+        pacing.close_round({"one": 1.0, "another": 10.0 + lead, "late": 200.0}, ["one", "another"])
+        steps[lead] = pacing.steps_for(2)
+    assert steps == {-3.0: AHEAD, 0.0: AHEAD, 4.0: AHEAD, 6.0: AHEAD + 2, 9.0: AHEAD + 4, 99.0: AHEAD + 4}
 
 
 def test_who_has_time_for_less_than_a_step_reads_that_it_makes_one() -> None:
