@@ -82,7 +82,11 @@ def init(
         bool, typer.Option("--public", help="for strangers: only keys with a ticket of yours take part")
     ] = False,
     rl: Annotated[
-        str, typer.Option(metavar="TASK", help="learn from scores: reverse, brackets, sort, arithmetic or countdown")
+        str,
+        typer.Option(
+            metavar="TASK",
+            help="learn from scores: reverse, brackets, sort, arithmetic, countdown, or a file with your own task",
+        ),
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", help="ask nothing; take the defaults")] = False,
 ) -> None:

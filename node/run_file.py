@@ -25,16 +25,20 @@ def load_run_file(path: Path) -> SignedManifest:
 
     Raises MurmurError, one line that says what to fix.
     """
-    text = read_manifest_bytes(path, MAX_SIGNED_MANIFEST_BYTES)
+    base = path.parent.resolve() if path.is_file() else Path.cwd()
+    return parse_run_text(read_manifest_bytes(path, MAX_SIGNED_MANIFEST_BYTES), str(path), base)
+
+
+def parse_run_text(text: bytes, origin: str, base: Path) -> SignedManifest:
+    """Read the text of a manifest as `load_run_file`, with relative paths from `base`. Raises MurmurError."""
     if SIGNATURE in text:
-        return open_signed_manifest(text, str(path))
-    values, decoded = parse_manifest_values(text, str(path))
+        return open_signed_manifest(text, origin)
+    values, decoded = parse_manifest_values(text, origin)
     has_modules = _complete_modules(values.get("method"))
     if not _names_files(values.get("model")):
         if has_modules:
             return SignedManifest(validate_manifest(values, decoded), None, None, decoded)
-        return open_signed_manifest(text, str(path))
-    base = path.parent.resolve() if path.is_file() else Path.cwd()
+        return open_signed_manifest(text, origin)
     _expand(values, decoded, base)
     return SignedManifest(validate_manifest(values, decoded), None, None, decoded)
 

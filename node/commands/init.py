@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import typer
 
@@ -30,15 +30,17 @@ from node.commands.run_sizes import (
     work_key,
     work_values,
 )
+from node.own_modules import allow_modules, load_module
 from node.paths import organiser_key_path
 from node.run_dir import read_json_if_whole
+from node.run_file import parse_run_text
 from node.units import format_bytes, format_count, parse_count
 from protocol.errors import MissingFileError, MurmurError, StorageError, UsageError
 from protocol.identity import Identity
 from protocol.manifest.reading import parse_manifest
 from protocol.manifest.run import Manifest
 from protocol.manifest.sections import NAME_PATTERN
-from protocol.scored_tasks import TASKS
+from protocol.scored_tasks import TASKS, ScoredTask, tasks_in
 from protocol.signing import fingerprint
 
 DEFAULT_RECIPE = "frugal"
@@ -90,18 +92,24 @@ def init(target: Path, options: InitOptions, ask: bool) -> None:
 
     Raises:
         UsageError: `target` exists, or a value cannot be used.
-        MurmurError: the manifest would be invalid, or the tokenizer cannot be read.
+        MurmurError: the manifest would be invalid, or the tokenizer or the task cannot be used.
     """
     if target.exists():
         raise UsageError(f"{target} exists; name another file, or remove it first")
+    if options.rl:
+        require_sound_task(options.rl)
     answers = _ask_questions(options, target) if ask else options
     key = Identity.load_or_create(_prepare_key_path())
     folder = target.resolve().parent
-    manifest = parse_manifest(manifest_text(answers, folder, key.peer_id).encode(), str(target))
-    facts = facts_of(manifest, answers)
+
+    def parse(text: str) -> Manifest:
+        return parse_run_text(text.encode(), str(target), folder).manifest
+
+    facts = facts_of(parse(manifest_text(answers, folder, key.peer_id)), answers)
     text = manifest_text(answers, folder, key.peer_id, facts.schedule())
+    manifest = parse(text)
     _write(target, text)
-    for line in next_steps(target, parse_manifest(text.encode(), str(target)), organiser_key_path(), facts):
+    for line in next_steps(target, manifest, organiser_key_path(), facts, own_module(answers.rl)):
         typer.echo(line)
 
 
@@ -273,8 +281,8 @@ def manifest_text(
 ) -> str:
     """Return the manifest as commented TOML; `schedule` has the options that differ from the recipe's."""
     size, data = SIZES[check_size(options.size or DEFAULT_SIZE)], choose_run_data(options, folder)
-    if options.rl:
-        size = replace(size, context=RL_CONTEXT)
+    rl = rl_sizes(find_task(options.rl), size.batch_tokens) if options.rl else RlSizes(size.context, 0)
+    size = replace(size, context=rl.context)
     peers = options.peers or 2
     default = TOKENS_PER_PARAMETER * size.parameters(data.vocabulary)
     tokens = parse_count(options.tokens, "--tokens") if options.tokens else default
@@ -290,7 +298,8 @@ def manifest_text(
         "path": data.path,
         "tokenizer": data.tokenizer,
         "recipe": options.recipe,
-        "task": options.rl,
+        "task": find_task(options.rl).name if options.rl else "",
+        "module": Path(options.rl).stem,
     }
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
     numbers: dict[str, object] = {
@@ -298,6 +307,7 @@ def manifest_text(
         "tokens": tokens,
         "steps": steps,
         "warmup": max(1, steps // 50),
+        "answer_tokens": rl.answer_tokens,
     }
     if schedule:
         pairs = ", ".join(f"{name} = {value}" for name, value in schedule.items())
@@ -311,18 +321,81 @@ def choose_run_data(options: InitOptions, folder: Path) -> DataChoice:
 
     Raises UsageError if there is no such task.
     """
-    if options.rl and options.rl not in TASKS:
-        raise UsageError(f"{options.rl[:40]!r} is not a task; write one of {', '.join(TASKS)}")
     chosen = choose_data(options.text or STDLIB, options.tokenizer, folder)
     if options.rl and options.text is None:
-        return replace(chosen, source="questions", path=options.rl)
+        return replace(chosen, source="questions", path=find_task(options.rl).name)
     return chosen
+
+
+def own_module(rl: str) -> str:
+    """Return the file of a task of the user's own; empty if `--rl` names another one, or none."""
+    return rl if rl.endswith(".py") else ""
+
+
+def find_task(rl: str) -> ScoredTask:
+    """Return the task that `--rl` names: one of ours, or that of a Python file, which is imported.
+
+    Raises UsageError or ComponentError if there is none.
+    """
+    known = ", ".join(TASKS)
+    if not own_module(rl):
+        if rl not in TASKS:
+            raise UsageError(
+                f"{rl[:40]!r} is not a task; write one of {known}, or a file with your own, like mytask.py"
+            )
+        return TASKS[rl]
+    if not Path(rl).is_file():
+        raise UsageError(f"there is no file {rl}; write the Python file of your task, or one of {known}")
+    (source,) = allow_modules([rl])
+    kinds = list(tasks_in(load_module(source.line)))
+    if len(kinds) != 1:
+        raise UsageError(f"{rl} has {len(kinds)} tasks; it needs one class of ScoredTask with a name and no more")
+    return kinds[0]()
+
+
+def require_sound_task(rl: str) -> None:
+    """Raise UsageError or ComponentError if there is no such task, or it breaks a promise of tasks."""
+    task = find_task(rl)
+    if not own_module(rl):
+        return
+    from node.task_checks import check_task
+
+    if faults := check_task(type(task)):
+        more = f" (and {len(faults) - 1} more: murmuration.check_component)" if len(faults) > 1 else ""
+        raise UsageError(f"{rl}: {faults[0]}{more}")
+
+
+class RlSizes(NamedTuple):
+    """Tokens of a question with its answer, and of the answer."""
+
+    context: int
+    answer_tokens: int
+
+
+def rl_sizes(task: ScoredTask, batch_tokens: int) -> RlSizes:
+    """Choose sizes with room for the questions of a task as bytes. Raises UsageError if they exceed a batch."""
+    asked = [task.question("init", number) for number in range(SIZED_QUESTIONS)]
+    prompt = max(len(question.prompt.encode()) for question in asked)
+    answer = max(len(f"{task.right_answer(question)}\n".encode()) for question in asked)
+    answer_tokens = max(RL_ANSWER_TOKENS, answer + answer // 4)
+    needed = prompt + prompt // 4 + answer_tokens
+    context = next((each for each in RL_CONTEXTS if needed <= each <= batch_tokens), 0)
+    if not context:
+        raise UsageError(
+            f"questions of {prompt} bytes with answers of {answer} are too long for the model; shorten them, or take a "
+            "larger --size"
+        )
+    return RlSizes(context, answer_tokens)
 
 
 def _template(options: InitOptions, *, has_schedule: bool) -> str:
     template = TEMPLATE if has_schedule and not options.rl else TEMPLATE.replace(SCHEDULE_LINE, "")
     if options.rl:
         template = template.replace(DECAY_LINE, "").replace(TARGET_LINE, "") + RL_TEMPLATE
+    if options.rl and options.text is None:
+        template = template.replace(PATH_LINE, QUESTIONS_LINE)
+    if own_module(options.rl):
+        template = template.replace(RECIPE_LINE, RECIPE_LINE + MODULES_LINE)
     return template + (PUBLIC_TEMPLATE if options.public else "")
 
 
@@ -345,13 +418,19 @@ task = {task}
 start_round = 60  # rounds before it learn the text of [data]
 group = 8  # answers to a question
 groups = 16  # of an inner step
-answer_tokens = 24
+answer_tokens = {answer_tokens}
 rate_factor = 0.5  # of the learning rate
 """
 
 DECAY_LINE = "decay_steps = {steps}  # about the steps of one peer until the target\n"
 TARGET_LINE = "tokens = {tokens}  # of all peers together; the run ends there\n"
-RL_CONTEXT = 64  # tokens of a question and its answer
+RL_CONTEXTS = (64, 128, 256, 512, 1024)  # tokens of a question and its answer
+RL_ANSWER_TOKENS = 24  # or more
+SIZED_QUESTIONS = 256
+PATH_LINE = "path = {path}  # relative to this file; each peer needs the text itself\n"
+QUESTIONS_LINE = "path = {path}  # right answers to the questions of this task\n"
+RECIPE_LINE = "recipe = {recipe}  # others: murmur recipes\n"
+MODULES_LINE = "modules = [{module}]  # with your task; an edit of the file makes another run\n"
 SCHEDULE_LINE = "schedule = {schedule}  # rounds long enough for home links: murmur plan\n"
 TEMPLATE = """\
 # A run of Murmuration. All keys: docs/reference/manifest.md. Anyone who has this file can join.
@@ -397,8 +476,13 @@ tokens = {tokens}  # of all peers together; the run ends there
 """
 
 
-def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) -> list[str]:
-    """Return the lines that follow a new manifest: the size of the run, and the commands to go on with."""
+def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts, module: str = "") -> list[str]:
+    """Return the lines that follow a new manifest: the size of the run, and the commands to go on with.
+
+    Args:
+        module: the file of a task of one's own; every machine of the run has to allow it.
+    """
+    allowed = f" --import {module}" if module else ""
     recipe = manifest.method.recipe
     of_cpus = "CPUs suffice: cards would train so small a model faster than home links carry its rounds"
     slow = (
@@ -417,9 +501,9 @@ def next_steps(target: Path, manifest: Manifest, key: Path, facts: SizeFacts) ->
         f"a peer needs at least {format_bytes(facts.cpu)} on a CPU, or {format_bytes(facts.cuda)} of a card's memory",
         f"your key as organiser is {key}; keep a copy, because it alone can steer the run",
         f"its fingerprint, which volunteers compare, is {fingerprint(manifest.run.organiser_key)}",
-        f"try it here:     {_trial(target, manifest)}",
-        f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001",
-        *(["draw rollouts:   murmur join LINK --role rollout"] if manifest.rl is not None else []),
+        f"try it here:     {_trial(target, manifest)}{allowed}",
+        f"open it:         murmur host {target} --http 0.0.0.0:8080 --listen /ip4/0.0.0.0/tcp/4001{allowed}",
+        *([f"draw rollouts:   murmur join LINK --role rollout{allowed}"] if manifest.rl is not None else []),
     ]
 
 
