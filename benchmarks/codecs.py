@@ -27,6 +27,7 @@ from optim.codecs.e2m1 import BlockE2M1
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16, Uncompressed
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.lloyd_max import BlockLloydMax
 from optim.codecs.low_rank import LowRank
 from optim.codecs.sign import BlockSign
 from optim.codecs.subset import RandomSubset
@@ -44,6 +45,7 @@ DENSE: Final[Mapping[str, Codec]] = MappingProxyType(
         "e2m1": BlockE2M1(),
         "e3m0": BlockE3M0(),
         "e3m0-stochastic": BlockE3M0(rounding="stochastic"),
+        "lloyd-max": BlockLloydMax(),
         "sign": BlockSign(),
     }
 )

@@ -71,12 +71,18 @@ PERIOD = 25
 FACTORS: Final = (0.5, 1.0, 2.0)
 WARM_STEPS = STEPS // 2
 LENGTHS: Final = {"scratch": STEPS, "warm": STEPS - WARM_STEPS, "grid": STEPS // 5}  # the recipe's steps
+Tables = Mapping[str, Mapping[str, OptionValue]]
 AVERAGED: Final[Mapping[str, OptionValue]] = {
     "kind": "gpa",
     "mu_x": 0.974,
 }  # a mean over 38 steps: the paper's 300 are most of a short run
+TWO_BITS: Final[Tables] = {  # the paper's outer rates and residual for two bits
+    "codec": {"kind": "lloyd-max"},
+    "feedback": {"kind": "error", "decay": 0.9},
+    "topology": {"kind": "gather"},
+    "update": {"learning_rate": 0.8, "momentum": 0.9},
+}
 CLEARLY = 0.99  # of the loss: less may be chance, or the shorter run's
-Tables = Mapping[str, Mapping[str, OptionValue]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,17 @@ def rows(steps: int = STEPS) -> list[Row]:
     recipes = [Row(name, name, for_short_runs(name)) for name in RECIPES if name not in BASELINES]
     whole = _row("averaging 5", "averaging", schedule={"inner_steps": 5})
     averaged = Row("averaging gpa", "averaging", {**for_short_runs("averaging"), "inner": AVERAGED})
-    return [_row(DATA_PARALLEL), _row(LOCAL), *recipes, *thousandth(steps), whole, *with_muon(steps), averaged]
+    two_bits = Row("muloco 2 bits", "muloco", {**for_short_runs("muloco"), **TWO_BITS})
+    return [
+        _row(DATA_PARALLEL),
+        _row(LOCAL),
+        *recipes,
+        *thousandth(steps),
+        whole,
+        *with_muon(steps),
+        averaged,
+        two_bits,
+    ]
 
 
 def for_short_runs(name: str) -> Tables:

@@ -29,6 +29,7 @@ from optim.codecs.e2m1 import BlockE2M1
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16, Uncompressed
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.lloyd_max import BlockLloydMax
 from optim.codecs.low_rank import LowRank
 from optim.codecs.random_projection import RandomProjection
 from optim.codecs.sign import BlockSign
@@ -90,7 +91,7 @@ _SIGNALS: Final[tuple[type[Signal], ...]] = (
 SIGNALS: Final[Mapping[str, type[Signal]]] = {signal.kind: signal for signal in _SIGNALS}
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {"every-steps": EverySteps}
 _CODECS: Final[tuple[type[Codec], ...]] = (
-    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockE2M1, BlockSign),
+    *(Uncompressed, Float16, BFloat16, BlockInt8, BlockInt4, BlockE3M0, BlockE2M1, BlockLloydMax, BlockSign),
     *(ChunkTopK, DctTopK, RandomSubset, LowRank, RandomProjection),
 )
 CODECS: Final[Mapping[str, type[Codec]]] = {codec.kind: codec for codec in _CODECS}

@@ -7,8 +7,8 @@ processor multiplies and adds in one step, and sums are the same everywhere.
 
 Payload: header, scales (the upper halves of fp32, one per block), the codes of the values. 8-bit codes are bytes. For
 4-bit codes the vector is cut in two, the first half as long in blocks as the second or longer by one; byte i has the
-code of value i in its low bits and that of value half + i in its high bits. For 1-bit codes, eight neighbours share a
-byte, the first in the lowest bit. Bits that belong to no value are zero.
+code of value i in its low bits and that of value half + i in its high bits. For 1-bit and 2-bit codes, eight or four
+neighbours share a byte, the first in the lowest bits. Bits that belong to no value are zero.
 """
 
 from abc import abstractmethod
@@ -182,6 +182,25 @@ def _write_products(multiples: Integers, scales: Floats, block: int, values: Flo
 def block_peak(row: Floats) -> np.float32:
     """Return max |x|, or a NaN or an infinity if the row has one."""
     return bits_to_float(np.uint32(max_magnitude_bits(row)))
+
+
+@subroutine
+def mean_magnitude(row: Floats, sums: Floats) -> np.float32:
+    """Return the mean magnitude, summed in an order that does not depend on the machine.
+
+    The second half is added to the first until one value is left; short blocks are filled up with zeros.
+    """
+    sums[:] = np.float32(0)
+    for i in range(row.size):
+        sums[i] = abs(row[i])
+    count = sums.size
+    while count > 1:
+        half = (count + 1) // 2
+        above = sums[half:count]
+        for i in range(above.size):
+            sums[i] += above[i]
+        count = half
+    return np.float32(sums[0] / np.float32(row.size))
 
 
 @subroutine

@@ -14,8 +14,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from optim.codecs.bits.packing import Integers
-from optim.codecs.blocks import ROUND_NEAREST, BlockCodec, BlockEncoder, Halves, round_scale
-from optim.kernels.jit import kernel, subroutine
+from optim.codecs.blocks import ROUND_NEAREST, BlockCodec, BlockEncoder, Halves, mean_magnitude, round_scale
+from optim.kernels.jit import kernel
 from optim.kernels.vectors import Floats
 from optim.options import STRICT
 
@@ -45,7 +45,7 @@ def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes:
             values[block_index * block : (block_index + 1) * block],
             codes[block_index * block : (block_index + 1) * block],
         )
-        scale = round_scale(_mean_magnitude(row, sums), ROUND_NEAREST, halves, block_index)
+        scale = round_scale(mean_magnitude(row, sums), ROUND_NEAREST, halves, block_index)
         if scale < 0:
             return False
         for i in range(row.size):
@@ -54,25 +54,6 @@ def _encode_signs(block: int, values: Floats, first: int, halves: Halves, codes:
             for i in range(row.size):
                 row[i] -= -scale if out[i] else scale
     return True
-
-
-@subroutine
-def _mean_magnitude(row: Floats, sums: Floats) -> np.float32:
-    """Return the mean magnitude, summed in an order that does not depend on the machine.
-
-    The second half is added to the first until one value is left; short blocks are filled up with zeros.
-    """
-    sums[:] = np.float32(0)
-    for i in range(row.size):
-        sums[i] = abs(row[i])
-    count = sums.size
-    while count > 1:
-        half = (count + 1) // 2
-        above = sums[half:count]
-        for i in range(above.size):
-            sums[i] += above[i]
-        count = half
-    return np.float32(sums[0] / np.float32(row.size))
 
 
 @kernel

@@ -100,6 +100,24 @@ class Bits4(Packing):
             raise CodecError("padding is not zero")
 
 
+class Bits2(Packing):
+    """Four codes per byte."""
+
+    @property
+    def size(self) -> int:
+        return -(-self.numel // 4)
+
+    def pack(self, packed: Bytes, slab: slice, codes: Sequence[Integers]) -> None:
+        _pack_pairs(codes[0], packed[slab.start // 4 : -(-slab.stop // 4)])
+
+    def unpack(self, packed: Bytes, span: slice, codes: Integers) -> None:
+        _unpack_pairs(packed[span.start // 4 :], codes)
+
+    def check_padding(self, packed: Bytes) -> None:
+        if int(packed[-1]) >> 2 * ((self.numel - 1) % 4 + 1):
+            raise CodecError("padding is not zero")
+
+
 class Bits1(Packing):
     """Eight codes per byte."""
 
@@ -119,7 +137,7 @@ class Bits1(Packing):
 
 
 def make_packing(bits: int, numel: int, block: int) -> Packing:
-    kinds: dict[int, type[Bits1 | Bits4 | Bits8]] = {1: Bits1, 4: Bits4, 8: Bits8}
+    kinds: dict[int, type[Bits1 | Bits2 | Bits4 | Bits8]] = {1: Bits1, 2: Bits2, 4: Bits4, 8: Bits8}
     blocks = -(-numel // block)
     return kinds[bits](numel, -(-blocks // 2) * block if bits == 4 else blocks * block)
 
@@ -136,6 +154,24 @@ def _pack_nibbles(low: Integers, high: Integers, packed: Bytes) -> None:
 def _unpack_nibbles(packed: Bytes, shift: int, codes: Integers) -> None:
     for i in range(codes.size):
         codes[i] = np.int8(packed[i] >> shift & 0x0F)
+
+
+@kernel
+def _pack_pairs(codes: Integers, packed: Bytes) -> None:
+    whole = codes.size // 4
+    for i in range(whole):
+        low, high = codes[4 * i] | codes[4 * i + 1] << 2, codes[4 * i + 2] | codes[4 * i + 3] << 2
+        packed[i] = np.uint8(low | high << 4)
+    if whole < packed.size:
+        packed[whole] = 0
+        for i in range(4 * whole, codes.size):
+            packed[whole] |= np.uint8(codes[i] << 2 * (i - 4 * whole))
+
+
+@kernel
+def _unpack_pairs(packed: Bytes, codes: Integers) -> None:
+    for i in range(codes.size):
+        codes[i] = np.int8(packed[i >> 2] >> 2 * (i & 3) & 3)
 
 
 @kernel

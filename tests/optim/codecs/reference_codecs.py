@@ -10,6 +10,7 @@ from optim.codecs.blocks import MIN_SCALE, ROUND_NEAREST, ROUND_UP, BlockCodec
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import MIN_EXPONENT as LOWEST_EXPONENT
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.lloyd_max import BlockLloydMax
 from optim.codecs.sign import BlockSign
 from optim.kernels.vectors import Floats
 
@@ -50,7 +51,8 @@ def encode_blockwise(codec: BlockCodec, values: Floats) -> Encoded:
     rows = np.pad(values, (0, blocks * codec.block - values.size)).reshape(blocks, codec.block)
     sizes = np.full(blocks, codec.block, np.float32)
     sizes[-1] -= rows.size - values.size
-    scales, round_up = _scales(codec, rows.copy(), sizes), ROUND_NEAREST if isinstance(codec, BlockSign) else ROUND_UP
+    scales, is_mean = _scales(codec, rows.copy(), sizes), isinstance(codec, BlockSign | BlockLloydMax)
+    round_up = ROUND_NEAREST if is_mean else ROUND_UP
     halves = (scales.view(np.uint32) + round_up >> 16).astype("<u2")
     halves[_widen(halves) < MIN_SCALE] = 0
     scales = _widen(halves)
@@ -59,6 +61,10 @@ def encode_blockwise(codec: BlockCodec, values: Floats) -> Encoded:
     if isinstance(codec, BlockSign):
         codes = (values < 0).astype(np.int64)
         multiples = 1 - 2 * codes
+    elif isinstance(codec, BlockLloydMax):
+        is_outer = np.abs(values) >= np.repeat(scales * np.float32(6.5), codec.block)[: values.size]
+        codes = is_outer + 2 * (values < 0).astype(np.int64)
+        multiples = np.where(is_outer, 10, 3) * np.where(values < 0, -1, 1)
     elif isinstance(codec, BlockE3M0):
         codes, multiples = _encode_powers(codec, quotients, noise_words(noise_key(values, None), halves, codec.block))
     else:
@@ -75,7 +81,7 @@ def _widen(halves: npt.NDArray[np.uint16]) -> Floats:
 
 
 def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
-    if not isinstance(codec, BlockSign):
+    if not isinstance(codec, BlockSign | BlockLloydMax):
         divisors: dict[type[BlockCodec], int] = {BlockInt8: 127, BlockInt4: 7, BlockE3M0: 64}
         largest: Floats = np.abs(rows).max(1) / np.float32(divisors[type(codec)])
         return largest
@@ -85,7 +91,7 @@ def _scales(codec: BlockCodec, rows: Floats, sizes: Floats) -> Floats:
         sums[: len(sums) - half] += sums[half:]
         sums = sums[:half]
     means: Floats = sums[0] / sizes
-    return means
+    return means * np.float32(0.18927) if isinstance(codec, BlockLloydMax) else means
 
 
 def _encode_integers(codec: BlockInt8 | BlockInt4, quotients: Floats, words: Words) -> Codes:
@@ -126,6 +132,10 @@ def _mix_bits(words: Words) -> Words:
 def _pack(codec: BlockCodec, codes: Codes) -> bytes:
     if codec.bits == 8:
         return codes.astype(np.int8).tobytes()
+    if codec.bits == 2:
+        fours = np.pad(codes, (0, -codes.size % 4)).reshape(-1, 4)
+        packed: npt.NDArray[np.uint8] = (fours << np.array([0, 2, 4, 6])).sum(1).astype(np.uint8)
+        return packed.tobytes()
     if codec.bits == 1:
         return np.packbits(codes.astype(np.uint8), bitorder="little").tobytes()
     blocks = -(-codes.size // codec.block)

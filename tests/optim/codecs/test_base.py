@@ -17,6 +17,7 @@ from optim.codecs.e2m1 import BlockE2M1
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16, Uncompressed
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.lloyd_max import BlockLloydMax
 from optim.codecs.low_rank import LowRank
 from optim.codecs.random_projection import RandomProjection
 from optim.codecs.residual_update import ResidualUpdate
@@ -38,6 +39,7 @@ DIFFERENT: list[Codec] = [  # in their code or in the way through it
     BlockE3M0(rounding="stochastic"),
     BlockE2M1(),
     BlockE2M1(rounding="stochastic"),
+    BlockLloydMax(),
     BlockSign(),
     ChunkTopK(),
     ChunkTopK(k=5, chunk=100),

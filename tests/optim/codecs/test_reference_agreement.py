@@ -12,6 +12,7 @@ from optim.codecs.base import Codec
 from optim.codecs.e3m0 import BlockE3M0
 from optim.codecs.floats import BFloat16, Float16
 from optim.codecs.int_blocks import BlockInt4, BlockInt8
+from optim.codecs.lloyd_max import BlockLloydMax
 from optim.codecs.sign import BlockSign
 from optim.kernels.vectors import Floats
 from tests.optim.codecs.reference_codecs import Encoded, encode_bfloat16, encode_blockwise, encode_float16
@@ -20,6 +21,7 @@ BLOCKWISE = [
     *(BlockInt8(block=16), BlockInt8(), BlockInt8(rounding="stochastic")),
     *(BlockInt4(block=24), BlockInt4(), BlockInt4(block=16, rounding="stochastic")),
     *(BlockE3M0(block=16), BlockE3M0(), BlockE3M0(rounding="stochastic")),
+    *(BlockLloydMax(block=40), BlockLloydMax()),
     *(BlockSign(block=40), BlockSign(), BlockSign(block=16)),
 ]
 PLAIN: list[tuple[Codec, Callable[[Floats], Encoded]]] = [

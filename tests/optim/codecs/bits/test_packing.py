@@ -14,7 +14,7 @@ def pack_slab(packing: Packing, packed: Bytes, part: slice, codes: Integers) -> 
     packing.pack(packed, part, buffers)
 
 
-@pytest.mark.parametrize("bits", [1, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("numel", [1, 7, 16, 17, 33, 100, 1000])
 @pytest.mark.parametrize("slab", [16, 48, 4096])
 def test_any_span_of_codes_survives_a_round_trip(bits: int, numel: int, slab: int) -> None:
@@ -46,7 +46,7 @@ def test_four_bit_codes_are_in_the_order_of_the_format(numel: int) -> None:
     assert packed.tolist() == expected
 
 
-@pytest.mark.parametrize(("bits", "numel"), [(1, 9), (1, 15), (4, 1), (4, 16), (4, 40)])
+@pytest.mark.parametrize(("bits", "numel"), [(1, 9), (1, 15), (2, 5), (2, 7), (4, 1), (4, 16), (4, 40)])
 def test_padding_that_is_not_zero_is_refused(bits: int, numel: int) -> None:
     packing = make_packing(bits, numel, BLOCK)
     packed = np.zeros(packing.size, np.uint8)
