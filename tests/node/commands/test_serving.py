@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from node.commands import serving
 from node.commands.chat import ChatModel
-from node.commands.serving import MAX_BODY_BYTES, build_server
+from node.commands.serving import MAX_BODY_BYTES, CompletionServer, build_server
 from node.model.generate import Sampling, continue_text
 from node.model.opened_model import open_folder
 from node.monitoring.http_server import open_listener, serve
@@ -109,3 +110,48 @@ def test_late_and_superfluous_calls_are_ended(tmp_path: Path, monkeypatch: pytes
         assert choice_of(post(port, TEXT, endless | {"max_tokens": 2}))["text"], "the next call has its turn"
         monkeypatch.setattr(serving, "MAX_WAITING", 0)
         assert post(port, TEXT, endless)[0] == 503
+
+
+async def call_at_once(server: CompletionServer, count: int, body: dict[str, Any], is_gone: bool = False) -> list[int]:
+    """Make calls whose requests are read in one turn of the loop, as of a burst; returns their statuses in order."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST", "path": TEXT,
+        "query_string": b"", "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    statuses = list[int]()
+
+    async def call() -> None:
+        bodies = [json.dumps(body).encode()]
+
+        async def receive() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop()}
+            if not is_gone:
+                await asyncio.Event().wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        await server.application(dict(scope), receive, send)
+
+    await asyncio.gather(*(call() for _ in range(count)))
+    return sorted(statuses)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_burst_of_calls_keeps_the_limit_of_those_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    monkeypatch.setattr(serving, "MAX_WAITING", 2)
+    server = build_server(open_folder(write_run(tmp_path)), str(tmp_path), deadline=60.0)
+    body = {"prompt": "Once", **GREEDY, "stream": streams}
+
+    async def run() -> None:
+        assert await call_at_once(server, 5, body) == [200, 200, 503, 503, 503]
+        if streams:
+            await call_at_once(server, 5, body, is_gone=True)
+        assert await call_at_once(server, 2, body) == [200, 200], "a call that has ended keeps no place"
+
+    asyncio.run(run())

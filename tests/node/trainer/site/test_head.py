@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from node.monitoring.peer_lines import PeerNames
 from node.trainer.ipc.channel import ChannelClosed, SiteConfig, TrainerChannel
+from node.trainer.site import head
 from node.trainer.site.agent import SiteAgent, SiteMember
 from node.trainer.site.head import SiteHead, SiteRules
 from node.trainer.site.messages import (
@@ -101,6 +103,27 @@ async def test_machine_with_the_token_is_welcome_and_one_with_another_is_refused
     answer = await receive(reader, TO_MACHINE)
     assert isinstance(answer, Welcome), "control: the right token"
     await close(writer)
+
+
+async def test_machine_that_offers_itself_twice_at_once_is_welcome_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = asyncio.Event()
+
+    async def send_late(writer: asyncio.StreamWriter, message: BaseModel) -> None:
+        if isinstance(message, Welcome):
+            await released.wait()
+        await send(writer, message)
+
+    monkeypatch.setattr(head, "send", send_late)
+    streams = [await site.open(site.token.secret, offer()) for _ in range(2)]
+    answers = [asyncio.create_task(receive(reader, TO_MACHINE)) for reader, _ in streams]
+    answered, _ = await asyncio.wait(answers, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    site.head._loop.call_soon_threadsafe(released.set)
+    assert {type(await answer) for answer in answers if answer not in answered} == {Welcome}
+    assert [type(answer.result()) for answer in answered] == [Refused]
+    for _, writer in streams:
+        await close(writer)
 
 
 async def test_secret_is_not_shown_to_a_machine_with_another_key(site: Site) -> None:
