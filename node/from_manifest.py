@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from node.loop.exact_rounds import ExactOptions
 from node.loop.steering import Steering
-from node.model import Cut, all_cuts, cut_of, shape_table
+from node.model import Cut, cut_of, cuts_of, shape_table
 from node.own_modules import own_registry
 from node.own_tasks import require_task
 from optim.compose import COMPONENTS, compose, with_small_memory
@@ -153,7 +153,7 @@ def _require_fit(manifest: Manifest, method: Method) -> None:
 def require_program(manifest: Manifest, text: ManifestText) -> RoundPlanner:
     """Build the round planner of the first stage; a ManifestError names the file, the key and its line."""
     try:
-        first, *_ = [build_program(manifest, cut=cut) for cut in _telling_cuts(manifest.pipeline.stages)]
+        first, *_ = [build_program(manifest, cut=cut) for cut in _telling_cuts(manifest)]
         return first
     except ManifestError as error:
         if not error.keys:
@@ -163,10 +163,11 @@ def require_program(manifest: Manifest, text: ManifestText) -> RoundPlanner:
         raise text.fault_at(named, message) from error
 
 
-def _telling_cuts(stages: int) -> list[Cut]:
+def _telling_cuts(manifest: Manifest) -> list[Cut]:
     """Return stages that a method fits only if it fits all: the first, the last, and the smallest between them."""
-    cuts = all_cuts(stages)
-    return list(dict.fromkeys((cuts[0], cuts[-2:][0], cuts[-1])))
+    cuts, speeds = cuts_of(manifest), manifest.pipeline.speeds
+    smallest = min(cuts[1:-1] or cuts, key=lambda cut: (speeds[cut.stage] if speeds else 1.0, -cut.stage))
+    return list(dict.fromkeys((cuts[0], smallest, cuts[-1])))
 
 
 def _keys_of(error: OptimError) -> tuple[str, ...]:

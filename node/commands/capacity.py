@@ -22,7 +22,7 @@ from node.daemon.run_limits import TEMPORARY_BYTES, host_bytes, peer_bytes, trai
 from node.daemon.state.outer_state import outer_file_bytes, state_bytes
 from node.disk_budget import folder_bytes
 from node.from_manifest import build_node_program, build_program, in_memory_mode
-from node.model import Cut, all_cuts, model_family, shape_table, smallest_cut
+from node.model import Cut, cuts_of, model_family, shape_table, smallest_cut
 from node.model.generate import cache_bytes
 from node.model.interface import Recompute
 from node.model.memory_estimate import (
@@ -263,7 +263,7 @@ def workload_of(manifest: Manifest) -> Workload:
     """Compute the work of a run. Raises ManifestError if its method does not fit the model."""
     table, context = manifest.pipeline, manifest.model.context
     sequences = table.microbatch if table.is_cut else 1
-    planner = build_program(manifest, cut=all_cuts(table.stages)[0])
+    planner = build_program(manifest, cut=cuts_of(manifest)[0])
     rounds = _settled_rounds(planner)
     settled = planner.method.at_round(rounds[0])
     return Workload(
@@ -287,10 +287,10 @@ def _activation_bytes(manifest: Manifest) -> float:
 
 def _stages_of(manifest: Manifest) -> Iterator[StageCost]:
     """Yield the work of all stages; those with equal blocks are computed once, as there may be many of them."""
-    stages = manifest.pipeline.stages
+    table = manifest.pipeline
     known: dict[tuple[int, bool, bool], StageCost] = {}
-    ranges = deal_blocks(model_family(manifest.model).block_work(manifest.model), stages)
-    for cut, numbers in zip(all_cuts(stages), ranges, strict=True):
+    ranges = deal_blocks(model_family(manifest.model).block_work(manifest.model), table.stages, table.speeds)
+    for cut, numbers in zip(cuts_of(manifest), ranges, strict=True):
         kind = (len(numbers), cut.has_embedding, cut.has_head)
         if kind not in known:
             known[kind] = _stage_work(manifest, cut)

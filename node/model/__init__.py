@@ -13,7 +13,7 @@ from node.model.families import (
 )
 from node.model.initialization import initial_weights
 from node.model.interface import LanguageModel, ModelFamily
-from node.model.shapes import WHOLE, Cut, ShapeTable, all_cuts, cut_of
+from node.model.shapes import WHOLE, Cut, ShapeTable, all_cuts, cut_of, cuts_of
 
 __all__ = [
     "WHOLE",
@@ -26,6 +26,7 @@ __all__ = [
     "build_layerwise_model",
     "build_model",
     "cut_of",
+    "cuts_of",
     "has_compiler",
     "initial_weights",
     "model_family",

@@ -12,7 +12,7 @@ from node.model.decoders.family import LlamaFamily
 from node.model.decoders.olmo2 import Olmo2Family
 from node.model.decoders.qwen3 import Qwen3Family, Qwen3MoeFamily
 from node.model.interface import LanguageModel, ModelFamily
-from node.model.shapes import WHOLE, Cut, ShapeTable, all_cuts, cut_of
+from node.model.shapes import WHOLE, Cut, ShapeTable, all_cuts, cut_of, cuts_of
 from protocol.errors import ManifestError
 from protocol.manifest.model import ModelSection
 from protocol.manifest.run import Manifest
@@ -49,15 +49,14 @@ def shapes_of(manifest: Manifest) -> ShapeTable:
 
 def smallest_cut(manifest: Manifest) -> Cut:
     """Return the part of the model that a machine must be able to hold: its stage if it has one, else the smallest."""
-    stages = manifest.pipeline.stages
-    if stages == 1 or cut_of(manifest) != WHOLE:
+    if not manifest.pipeline.is_cut or cut_of(manifest) != WHOLE:
         return cut_of(manifest)
-    return min(all_cuts(stages), key=lambda cut: shape_table(manifest.model, cut).numel)
+    return min(cuts_of(manifest), key=lambda cut: shape_table(manifest.model, cut).numel)
 
 
 def stage_slice(config: ModelSection, cut: Cut) -> slice:
     """Return the place of a stage's flat vector in that of the whole model."""
-    before = sum(shape_table(config, other).numel for other in all_cuts(cut.stages)[: cut.stage])
+    before = sum(shape_table(config, other).numel for other in all_cuts(cut.stages, cut.speeds)[: cut.stage])
     return slice(before, before + shape_table(config, cut).numel)
 
 

@@ -404,7 +404,7 @@ class ModelFamily(ABC):
     def block_range(self, config: ModelSection, cut: Cut) -> range:
         """Return the numbers of a cut's blocks; raises ManifestError if the model cannot be cut so."""
         require_stages(cut.stages, config.layers, config.tied)
-        return deal_blocks(self.block_work(config), cut.stages)[cut.stage]
+        return deal_blocks(self.block_work(config), cut.stages, cut.speeds)[cut.stage]
 
     def block_work(self, config: ModelSection) -> tuple[float, ...]:
         """Return for each block the elements of the matrices that a token is multiplied with.

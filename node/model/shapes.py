@@ -30,10 +30,14 @@ Entry = tuple[str, tuple[int, ...]]  # name and shape of a parameter
 
 @dataclass(frozen=True)
 class Cut:
-    """One stage of a model, by its number; a model with a single stage is whole."""
+    """One stage of a model, by its number; a model with a single stage is whole.
+
+    `speeds`: of the peers of each stage together; empty if all are alike.
+    """
 
     stage: int = 0
     stages: int = 1
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.stage < self.stages:
@@ -55,12 +59,17 @@ WHOLE: Final = Cut()
 
 def cut_of(manifest: Manifest) -> Cut:
     """Return the part of the model that a manifest is for."""
-    return Cut(manifest.stage, manifest.pipeline.stages) if isinstance(manifest, StageManifest) else WHOLE
+    return cuts_of(manifest)[manifest.stage] if isinstance(manifest, StageManifest) else WHOLE
 
 
-def all_cuts(stages: int) -> tuple[Cut, ...]:
+def cuts_of(manifest: Manifest) -> tuple[Cut, ...]:
+    """Return the cuts of a run's model into its stages, in order."""
+    return all_cuts(manifest.pipeline.stages, manifest.pipeline.speeds)
+
+
+def all_cuts(stages: int, speeds: tuple[float, ...] = ()) -> tuple[Cut, ...]:
     """Return the cuts of a model with `stages` stages, in order."""
-    return tuple(Cut(stage, stages) for stage in range(stages))
+    return tuple(Cut(stage, stages, speeds) for stage in range(stages))
 
 
 def require_stages(stages: int, layers: int, tied: bool) -> None:
@@ -73,19 +82,20 @@ def require_stages(stages: int, layers: int, tied: bool) -> None:
         raise ManifestError(f"model.tied: {reason}; write tied = false", ("model", "tied"))
 
 
-def deal_blocks(work: Sequence[float], stages: int) -> tuple[range, ...]:
+def deal_blocks(work: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> tuple[range, ...]:
     """Return the block numbers of each stage, so that the slowest stage is as fast as possible.
 
     Args:
         work: of embedding, layers and head; at least `stages` layers, all of which cost the same.
         stages: number of stages.
+        speeds: of the peers of each stage together; empty if all are alike.
     """
-    layers, layer = len(work) - 2, work[1]
+    layers, layer, speeds = len(work) - 2, work[1], speeds or (1.0,) * stages
     counts, loads = [1] * stages, [layer] * stages
     loads[0] += work[0]
     loads[-1] += work[-1]
     for _ in range(layers - stages):
-        lightest = loads.index(min(loads))
+        lightest = min(range(stages), key=lambda stage: (loads[stage] + layer) / speeds[stage])
         counts[lightest] += 1
         loads[lightest] += layer
     ends = [1 + sum(counts[: stage + 1]) for stage in range(stages)]

@@ -111,7 +111,7 @@ def with_stages(manifest: Manifest, stages: int) -> Manifest:
         return manifest
     require_stages(stages, manifest.model.layers, manifest.model.tied)
     values = manifest.model_dump(mode="json")
-    values["pipeline"]["stages"] = stages
+    values["pipeline"] |= {"stages": stages, "speeds": []}
     sequences = manifest.train.batch_tokens // manifest.model.context
     if not manifest.pipeline.is_cut:
         values["pipeline"]["microbatch"] = 1 if sequences % 4 else sequences // 4

@@ -24,7 +24,7 @@ from node.loop.stage_events import (
     TrainerReady,
 )
 from node.loop.stage_loop import build_stage_loop, stage_settings
-from node.model import WHOLE, LanguageModel, all_cuts
+from node.model import WHOLE, LanguageModel, cuts_of
 from node.simulation.config import SimulationConfig
 from node.simulation.measurement import CurveRecorder, Evaluator, SimulationResult
 from node.simulation.swarm import VirtualSwarm
@@ -409,7 +409,7 @@ class PipelineSwarm:
         self._recorder = recorder
         self.clock = VirtualClock()
         self.world = PipelineWorld(config, self.clock)
-        cuts = all_cuts(config.manifest.pipeline.stages)
+        cuts = cuts_of(config.manifest)
         self.stages = [
             StageSwarm(replace(config, cut=cut), method, corpus, self._on_new_head, on_step, self.clock) for cut in cuts
         ]

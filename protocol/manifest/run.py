@@ -69,6 +69,7 @@ DEFAULTS_OUTSIDE_RUN_ID: tuple[tuple[str, str, object], ...] = (  # runs older t
     ("target", "keepers", DEFAULT_KEEPERS),
     ("audits", "share", 0.0),
     ("pipeline", "audit_share", 0.0),
+    ("pipeline", "speeds", []),
     ("train", "memory", "normal"),
     ("anneal", "share", 0.0),
     ("anneal", "final_share", 0.0),

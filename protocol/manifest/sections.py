@@ -48,6 +48,8 @@ MAX_TEMPLATE_CHARACTERS: Final = 2**15
 SourceKind = Literal["python-stdlib", "text", "tokens", "hf", "questions"]
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 MAX_STAGES: Final = 128
+MAX_STAGE_SPEED: Final = 1e4  # of the fastest stage, where the slowest has 1
+StageSpeed = Annotated[float, Field(ge=1, le=MAX_STAGE_SPEED)]
 MIN_MEMORY_BYTES, MAX_MEMORY_BYTES = 2**20, 2**40
 Activations = Literal["fp32", "bf16", "int8"]
 ACTIVATION_BYTES: Final = {"fp32": 4, "bf16": 2, "int8": 1}  # of one value
@@ -547,6 +549,9 @@ class PipelineSection(Section):
     """Stages of the model on different peers; with one stage, every peer trains the whole model."""
 
     stages: int = Field(default=1, ge=1, le=MAX_STAGES, description="stages that the model is cut into")
+    speeds: tuple[StageSpeed, ...] = Field(
+        default=(), max_length=MAX_STAGES, description="of the peers of each stage together; empty: all alike"
+    )
     microbatch: int = Field(default=8, ge=1, le=4096, description="sequences that travel together")
     in_flight: int = Field(default=64, ge=1, le=4096, description="microbatches of one owner on their way")
     activations: Activations = Field(default="bf16", description="format of travelling activations")
@@ -568,6 +573,13 @@ class PipelineSection(Section):
         if staleness:
             raise ValueError("steps while microbatches are on their way are not available yet; write 0")
         return staleness
+
+    @model_validator(mode="after")
+    def _has_a_speed_of_each_stage(self) -> Self:
+        if self.speeds and len(self.speeds) != self.stages:
+            reason = f"has {len(self.speeds)} speeds for {self.stages} stages"
+            raise ValueError(f"speeds {reason}; write one for each stage, or none")
+        return self
 
     @property
     def is_cut(self) -> bool:

@@ -8,7 +8,8 @@ peers with different views do not move at the same time.
     gain = min(rate of the source after the move, rate of the target after it) / rate of the target before - 1
 
 The rate of a stage is the sum of its peers' rates, and the target is the weakest stage. The other stages do not count;
-otherwise no move would gain anything where two stages are equally weak.
+otherwise no move would gain anything where two stages are equally weak. Where stages have work by the speeds of the
+manifest, a peer is as much slower at the target as the target has more work.
 """
 
 import math
@@ -56,11 +57,13 @@ def sum_rates(rates: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum(rate or usual for rate in served) for served in rates]
 
 
-def choose_move(assignments: Iterable[StageAssignment], stages: int) -> Move | None:
+def choose_move(assignments: Iterable[StageAssignment], stages: int, speeds: Sequence[float] = ()) -> Move | None:
     """Return the move with the highest gain, ties by peer id; None if no move is worth it, or a stage has no peer.
 
-    A trainer without a rate counts with the median of the others, and does not move.
+    A trainer without a rate counts with the median of the others, and does not move. `speeds`: of the stages in the
+    manifest, by which they have work; empty if all have as much.
     """
+    work = speeds or (1.0,) * stages
     listed = sorted(assignments, key=lambda assignment: assignment.peer)
     members = [[assignment for assignment in listed if assignment.stage == stage] for stage in range(stages)]
     if not all(members):
@@ -68,7 +71,7 @@ def choose_move(assignments: Iterable[StageAssignment], stages: int) -> Move | N
     sums = sum_rates([[assignment.rate for assignment in served] for served in members])
     target = sums.index(min(sums))
     moves = [
-        Move(assignment.peer, assignment.stage, target, _gain(sums[assignment.stage], sums[target], assignment.rate))
+        Move(assignment.peer, assignment.stage, target, _gain(assignment, target, sums, work))
         for assignment in listed
         if assignment.stage != target
         and assignment.move != PINNED
@@ -79,17 +82,24 @@ def choose_move(assignments: Iterable[StageAssignment], stages: int) -> Move | N
     return best if best is not None and best.gain >= MIN_GAIN else None
 
 
-def _gain(source: float, target: float, rate: float) -> float:
-    """Estimate the gain of a move; the peer is taken to be as fast at the target as at the source."""
-    return min(source - rate, target + rate) / target - 1
+def _gain(assignment: StageAssignment, target: int, sums: Sequence[float], work: Sequence[float]) -> float:
+    """Estimate the gain of a move; the peer is taken to do as much work a second at the target as at the source."""
+    there = assignment.rate * work[assignment.stage] / work[target]
+    return min(sums[assignment.stage] - assignment.rate, sums[target] + there) / sums[target] - 1
 
 
 class Balancer:
-    """Decides when this peer moves. `expiry`: seconds after which a silent peer's record expires."""
+    """Decides when this peer moves.
 
-    def __init__(self, me: PeerId, stages: int, expiry: float) -> None:
+    Args:
+        expiry: seconds after which a silent peer's record expires.
+        speeds: as `choose_move` takes them.
+    """
+
+    def __init__(self, me: PeerId, stages: int, expiry: float, speeds: Sequence[float] = ()) -> None:
         self._me = me
         self._stages = stages
+        self._speeds = speeds
         self._expiry = expiry
         self._known: dict[PeerId, int] = {}  # stages of peers
         self._claimed: set[PeerId] = set()  # peers that claimed a move when we last saw them
@@ -125,7 +135,7 @@ class Balancer:
         if now < (self._decides_at or 0.0):
             return None
         self._postpone(now)
-        chosen = choose_move(assignments, self._stages)
+        chosen = choose_move(assignments, self._stages, self._speeds)
         if chosen is not None and chosen.peer == self._me and not _claims(assignments):
             self._claim = chosen, now
         return None
@@ -138,7 +148,7 @@ class Balancer:
             return None
         self._claim = None
         self._postpone(now)
-        again = choose_move(assignments, self._stages)
+        again = choose_move(assignments, self._stages, self._speeds)
         is_first = min([self._me, *_claims(assignments)]) == self._me
         return (
             move if is_first and again is not None and (again.peer, again.target) == (self._me, move.target) else None

@@ -8,7 +8,7 @@ SPEEDS = [1.0, 2.0, 4.0, 8.0] * STAGES
 
 
 def test_mixed_stages_have_all_speeds_and_equal_sums() -> None:
-    assert mixed(SPEEDS, 24) == ((1.0, 2.0, 4.0, 8.0),) * STAGES
+    assert mixed(SPEEDS) == ((1.0, 2.0, 4.0, 8.0),) * STAGES
 
 
 @pytest.mark.parametrize(("layers", "slowest"), [(12, 12.0), (15, 15.0), (24, 13.71), (48, 14.77)])

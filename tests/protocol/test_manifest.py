@@ -392,6 +392,8 @@ def test_only_a_pipeline_of_several_stages_enters_the_run_id() -> None:
         (b"stages = 0", "pipeline.stages (line 25): must be at least 1"),
         (b"stages = 129", "pipeline.stages (line 25): must be at most 128"),
         (b"stages = 2\nstaleness = 1", "pipeline.staleness (line 26): steps while microbatches are on their way are"),
+        (b"stages = 3\nspeeds = [1, 2]", "pipeline.speeds (line 26): has 2 speeds for 3 stages; write one"),
+        (b"stages = 2\nspeeds = [0.5, 2]", "pipeline.speeds.0: must be at least 1.0, got 0.5"),
         (b'stages = 2\nactivations = "int4"', "pipeline.activations (line 26): must be 'fp32', 'bf16' or 'int8'"),
         (b"stages = 2\nmicrobatch = 3", "train.batch_tokens (line 16): must be a multiple of pipeline.microbatch"),
         (b"stages = 2\nmemory = 1000", "pipeline.memory (line 26): must be at least 1048576"),

@@ -11,7 +11,8 @@ operations and b_r bytes a second, in each direction.
               P = peers + X (2 S RTT + 2 (S - 1) transfers). N / P of 1, 2, 4, 8 reaches 0.65, 0.87, 0.97, 1 (measured
               with 4 stages of peers of speeds 1:2:4:8). Windows above 8 P cost time where speeds differ and steps wait
               for all of their microbatches: 0.55 at 32 P (one measurement).
-    step      q / (q + S - 1)                              to fill and to drain a step of q microbatches
+    step      mean of q / (q + w), by the rates v          to fill and to drain a step of q microbatches, and to wait
+              w = S - 1 + 5 (v / lowest v - 1)             for some at the slowest peer (measured at 1:2:4:8)
     round     T / max(T + h + max(0, t - a), all bytes / b_r, p / cores)
               T seconds of training, t of the exchange, a of which train on, p of a core, h of a trainer held
 
@@ -34,6 +35,7 @@ WINDOW_POINTS = ((1.0, 0.65), (2.0, 0.87), (4.0, 0.97), (8.0, 1.0))
 TOO_LARGE_POINTS = ((8.0, 1.0), (32.0, 0.55))
 GOOD_WINDOW = 4.0
 UNEQUAL = 2.0  # times as fast as another peer of the stage
+SLOWEST, SLOWEST_WAIT = 8.0, 5.0  # times as slow as the fastest peer; microbatches that others wait for such a peer
 EXCHANGE_ROUND_TRIPS = 4  # roster, fetch, proposal, commit
 # To encode, to check and merge contributions, to update, to hash and to apply the result: all processes of a peer in
 # rounds of four (`benchmarks/grid.py`).
@@ -152,12 +154,12 @@ def predict(work: Workload, kinds: Sequence[PeerKind]) -> Prediction:
     rates = [stage_rate(stage, kinds, placed) for stage, placed in zip_stages(work, placement)]
     used = [kind for number, kind in enumerate(kinds) if any(placed[number] for placed in placement)]
     links = links_fraction(work, used)
-    ideal = sum(kind.count * kind.flops for kind in used) / sum(stage.flops for stage in work.stages)
+    ideal = _ideal_rate(work, used)
     if not work.is_cut:
         ideal = sum(computes)
     balance = min(1.0, min(rates) / (ideal * links)) if ideal else 0.0
     window = window_of(work, kinds, placement, min(rates))
-    step = step_fraction(work)
+    step = step_fraction(work, kinds, placement)
     rate = min(rates) * window.fraction * step
     by_stage = tuple(
         _stage_prediction(work, kinds, stage, placed, (computes[stage.stage], rates[stage.stage], rate))
@@ -199,16 +201,51 @@ def stage_rate(stage: StageCost, kinds: Sequence[PeerKind], placed: Counter[int]
 
 
 def place_peers(work: Workload, kinds: Sequence[PeerKind]) -> Placement:
-    """Deal the peers to the stages, fast ones first, each to the slowest stage that it can hold."""
+    """Deal the peers to the stages, fast ones first, each to the slowest stage that it can hold.
+
+    Where the manifest has speeds of stages, they fill one stage after the other, the largest first, so that peers of
+    like speed serve one stage.
+    """
     placement: Placement = tuple(Counter[int]() for _ in work.stages)
     rates = [0.0] * len(work.stages)
+    unfilled = _FillingStages(work, [kind for kind in kinds if any(fits(stage, kind) for stage in work.stages)])
     for number in sorted(range(len(kinds)), key=lambda number: -kinds[number].flops):
         possible = [stage for stage in work.stages if fits(stage, kinds[number])]
         for _ in range(kinds[number].count if possible else 0):
-            chosen = min(possible, key=lambda stage: (rates[stage.stage], -stage.sent_bytes))
+            slowest = min(possible, key=lambda stage: (rates[stage.stage], -stage.sent_bytes))
+            chosen = unfilled.take(kinds[number], possible) or slowest
             placement[chosen.stage][number] += 1
             rates[chosen.stage] += peer_rate(chosen, kinds[number])
     return placement
+
+
+class _FillingStages:
+    """The stages that still need peers, the largest first, by compute alone; none without speeds of stages."""
+
+    def __init__(self, work: Workload, kinds: Sequence[PeerKind]) -> None:
+        self._stages = sorted(work.stages, key=lambda stage: -stage.flops) if work.manifest.pipeline.speeds else []
+        self._ideal, self._rate = _ideal_rate(work, kinds), 0.0  # of the first one
+        self._left = sum(kind.count for kind in kinds)
+
+    def take(self, kind: PeerKind, possible: Sequence[StageCost]) -> StageCost | None:
+        """Return the stage that a peer serves, after all that are as fast or faster; None if any will do."""
+        if not self._stages:
+            return None
+        rate = peer_rate(self._stages[0], kind, with_links=False)
+        is_full = self._rate + rate / 2 > self._ideal or self._left < len(self._stages)
+        if self._rate and is_full:
+            del self._stages[0]
+            self._rate = 0.0
+        chosen = next((stage for stage in self._stages if stage in possible), None)
+        self._left -= 1
+        if chosen is not None and chosen is self._stages[0]:
+            self._rate += peer_rate(chosen, kind, with_links=False)
+        return chosen
+
+
+def _ideal_rate(work: Workload, kinds: Sequence[PeerKind]) -> float:
+    """Return the microbatches a second of these peers if every device always computed."""
+    return sum(kind.count * kind.flops for kind in kinds) / sum(stage.flops for stage in work.stages)
 
 
 def links_fraction(work: Workload, kinds: Sequence[PeerKind], factor: float = 1.0) -> float:
@@ -232,9 +269,47 @@ def _links_by_format(work: Workload, kinds: Sequence[PeerKind]) -> dict[str, flo
     return {name: links_fraction(work, kinds, size / own) for name, size in sizes.items()}
 
 
-def step_fraction(work: Workload) -> float:
-    """Return the share of a step that is left after filling and draining the pipeline."""
+def fill_fraction(work: Workload) -> float:
+    """Return the share of a step of equal peers that is left after filling and draining the pipeline."""
     return work.step_microbatches / (work.step_microbatches + len(work.stages) - 1)
+
+
+def step_fraction(work: Workload, kinds: Sequence[PeerKind], placement: Placement) -> float:
+    """Return the share of steps that is left after filling and draining the pipeline, by the speeds of the peers.
+
+    At the end of its step a peer waits for gradients on their way, some of them at the slowest peer. Measured up to
+    `SLOWEST` times the pace of the fastest peer; slower ones count as these.
+    """
+    rates = [
+        (peer_rate(stage, kinds[number]), count)
+        for stage, placed in zip_stages(work, placement)
+        for number, count in placed.items()
+    ]
+    if not rates:
+        return 1.0
+    longest = 1 / max(min(rates)[0], max(rates)[0] / SLOWEST)
+    fractions = 0.0
+    for rate, count in rates:
+        step, wait = work.step_microbatches / rate, (len(work.stages) - 1) / rate
+        fractions += rate * count * step / (step + wait + SLOWEST_WAIT * max(0.0, longest - 1 / rate))
+    return fractions / sum(rate * count for rate, count in rates)
+
+
+def speeds_alike(work: Workload, kinds: Sequence[PeerKind]) -> tuple[tuple[float, ...], float]:
+    """Return `pipeline.speeds` with which as many peers of like speed serve each stage, and the share of the ideal.
+
+    The share is what layers leave, which are whole: stages by their speed, over stages as fast as the speeds together.
+    """
+    ordered = sorted(kind.flops for kind in kinds for _ in range(kind.count))
+    count, stages = len(ordered), len(work.stages)
+    if count < stages:
+        return (), 0.0
+    groups = [sum(ordered[count * stage // stages : count * (stage + 1) // stages]) for stage in range(stages)]
+    layers, dealt = sum(stage.layers for stage in work.stages), [1] * stages
+    for _ in range(layers - stages):
+        dealt[min(range(stages), key=lambda stage: (dealt[stage] + 1) / groups[stage])] += 1
+    share = min(group / part for group, part in zip(groups, dealt, strict=True)) / (sum(groups) / layers)
+    return tuple(float(f"{group / groups[0]:.2g}") for group in groups), share
 
 
 def window_of(work: Workload, kinds: Sequence[PeerKind], placement: Placement, rate: float) -> Window:
@@ -249,7 +324,7 @@ def window_of(work: Workload, kinds: Sequence[PeerKind], placement: Placement, r
     on_the_way = 2 * stages * mean(lambda kind: kind.rtt / 1000)
     on_the_way += 2 * (stages - 1) * mean(lambda kind: work.activation_bytes / kind.up)
     busy = owners + rate * on_the_way
-    is_unequal = any(_are_unequal(stage, kinds, placed) for stage, placed in zip_stages(work, placement))
+    is_unequal = has_unequal_stage(work, kinds, placement)
     fraction = window_fraction(total / busy, is_unequal)
     advised = max(1, min(4096, math.ceil(GOOD_WINDOW * busy / owners)))
     is_limited = held < owners * work.manifest.pipeline.in_flight and held < GOOD_WINDOW * busy
@@ -271,6 +346,11 @@ def _interpolate(points: Sequence[tuple[float, float]], place: float) -> float:
         (before, after) for before, after in zip(points, points[1:], strict=False) if place <= after[0]
     )
     return low + (high - low) * math.log(place / left) / math.log(right / left)
+
+
+def has_unequal_stage(work: Workload, kinds: Sequence[PeerKind], placement: Placement) -> bool:
+    """Return whether a stage has peers of which one is far faster than another."""
+    return any(_are_unequal(stage, kinds, placed) for stage, placed in zip_stages(work, placement))
 
 
 def _are_unequal(stage: StageCost, kinds: Sequence[PeerKind], placed: Counter[int]) -> bool:

@@ -1,6 +1,7 @@
 """The tables, the warnings and the JSON of a plan: what limits it, why, and the key to change."""
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,9 +19,12 @@ from node.commands.plan.arithmetic import (
     Prediction,
     StagePrediction,
     Workload,
+    fill_fraction,
     fits,
+    has_unequal_stage,
     peer_rate,
     round_bytes,
+    speeds_alike,
     zip_stages,
 )
 from node.commands.plan.peers import PeerKind
@@ -30,6 +34,7 @@ from node.units import format_bytes, format_count, format_duration, format_plura
 POOR = 0.5  # below this, a limit is worth a warning, and `murmur host` and `murmur join` warn of the whole
 GOOD_WINDOW_FRACTION, GOOD_STEP_FRACTION, GOOD_BALANCE = 0.9, 0.8, 0.7
 GOOD_STEP_STAGES = 16  # microbatches for each stage before the last, which give 0.94
+LIKE_STEP_FRACTION = 0.9  # of steps of 64 where all peers have stages by their speed (docs/results/pipelines.md)
 
 
 def warnings_of(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -> list[str]:
@@ -45,7 +50,8 @@ def warnings_of(work: Workload, kinds: Sequence[PeerKind], found: Prediction) ->
         *_about_stages(found),
         *_about_slow_peers(work, kinds, found),
         *_about_window(work, found),
-        *_about_step(work, found),
+        *_about_step(work),
+        *_about_unequal_stages(work, kinds, found),
         *_about_waiting(work),
         *about_rounds,
     ]
@@ -132,13 +138,29 @@ def _about_window(work: Workload, found: Prediction) -> Iterator[str]:
         )
 
 
-def _about_step(work: Workload, found: Prediction) -> Iterator[str]:
-    if found.step < GOOD_STEP_FRACTION:
+def _about_step(work: Workload) -> Iterator[str]:
+    left = fill_fraction(work)
+    if left < GOOD_STEP_FRACTION:
         model, table = work.manifest.model, work.manifest.pipeline
         advised = GOOD_STEP_STAGES * (len(work.stages) - 1) * table.microbatch * model.context
         yield (
-            f"{1 - found.step:.0%} of a step ({work.step_microbatches} x pipeline.microbatch) goes into filling and "
+            f"{1 - left:.0%} of a step ({work.step_microbatches} x pipeline.microbatch) goes into filling and "
             f"draining the pipeline; write train.batch_tokens = {advised}, or a smaller pipeline.microbatch"
+        )
+
+
+def _about_unequal_stages(work: Workload, kinds: Sequence[PeerKind], found: Prediction) -> Iterator[str]:
+    """Name the speeds of stages for peers of like speed, where they gain more than whole layers cost."""
+    if work.manifest.pipeline.speeds or not has_unequal_stage(work, kinds, found.placement):
+        return
+    used = [kind for number, kind in enumerate(kinds) if any(placed[number] for placed in found.placement)]
+    speeds, share = speeds_alike(work, used)
+    now, then = found.stages * found.step, share * LIKE_STEP_FRACTION
+    if then > now:
+        yield (
+            f"fast peers wait for slow ones at the end of each step ({now:.2f} of the compute is left); write "
+            f"pipeline.speeds = {json.dumps(speeds)}, and peers of like speed serve one stage, with layers by their "
+            f"speed ({then:.2f}): `murmur join --stage`"
         )
 
 

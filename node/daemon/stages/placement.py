@@ -178,7 +178,7 @@ class StageMover:
         self._directory = directory = admitted.directory
         self._stages = manifest.pipeline.stages
         self._chain = chain
-        self._balancer = Balancer(directory.peer_id, self._stages, manifest.membership.expiry)
+        self._balancer = Balancer(directory.peer_id, self._stages, manifest.membership.expiry, manifest.pipeline.speeds)
         self._shown = PINNED
         if has_moved:
             self._balancer.rest(time.monotonic())

@@ -127,6 +127,19 @@ def test_a_large_output_matrix_leaves_the_last_stage_fewer_layers() -> None:
     assert [len(part) for part in deal_blocks(FAMILIES["llama"].block_work(config), 3)] == [7, 5, 2]
 
 
+def test_stages_have_layers_by_the_speed_of_their_peers() -> None:
+    config = CONFIG.model_copy(update={"layers": 15, "vocabulary": 32})
+    work, speeds = FAMILIES["llama"].block_work(config), (1.0, 2.0, 4.0, 8.0)
+    assert [len(part) for part in deal_blocks(work, 4, speeds)] == [2, 2, 4, 9]
+    assert deal_blocks(work, 4, (3.0,) * 4) == deal_blocks(work, 4)
+    assert deal_blocks(work, 4, (1.0, 1.0, 1.0, 1e4))[0] == range(2), "each stage has a layer"
+    whole, cuts = shape_table(config), all_cuts(4, speeds)
+    assert sum((shape_table(config, cut).entries for cut in cuts), ()) == whole.entries
+    weights = initial_weights(config, 3)
+    for cut in cuts:
+        assert torch.equal(initial_weights(config, 3, cut), weights[stage_slice(config, cut)])
+
+
 def test_what_cannot_be_cut_is_one_line_that_names_the_key_to_change() -> None:
     tied = CONFIG.model_copy(update={"tied": True})
     with pytest.raises(ManifestError, match=r"^model\.tied: .*; write tied = false$") as caught:

@@ -44,6 +44,13 @@ def test_moves_that_are_not_made(given: list[StageAssignment]) -> None:
     assert choose_move(given, 2) is None
 
 
+def test_peer_is_slower_where_a_stage_has_more_work() -> None:
+    given = seats([4, 4, 4], [4])
+    assert choose_move(given, 2) == Move("a", 0, 1, 1.0)
+    assert choose_move(given, 2, (1, 4)) == Move("a", 0, 1, 0.25)
+    assert choose_move(given, 2, (1, 20)) is None, "less than ten per cent"
+
+
 def test_all_choose_alike_in_any_order_and_ties_go_by_peer_id() -> None:
     given = seats([2, 2, 2], [2])
     assert {choose_move(random.Random(seed).sample(given, len(given)), 2) for seed in range(20)} == {

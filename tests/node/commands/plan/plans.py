@@ -29,6 +29,7 @@ microbatch = 1
 in_flight = {in_flight}
 activations = "{activations}"
 memory = {memory}
+speeds = {speeds}
 [method]
 recipe = "{recipe}"
 """
@@ -40,7 +41,7 @@ def run_of(**changes: Any) -> Manifest:
     values = {
         "width": width, "layers": 16, "hidden": round(8 / 3 * width), "context": context, "stages": 4,
         "batch_tokens": 64 * context, "in_flight": 24, "activations": "bf16", "memory": 2**32, "recipe": "frugal",
-        **changes,
+        **changes, "speeds": list(changes.get("speeds", ())),
     }  # fmt: skip
     return parse_manifest(TOML.format(**values).encode(), "test")
 

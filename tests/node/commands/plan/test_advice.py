@@ -52,6 +52,14 @@ def test_window_is_too_large_for_unequal_peers_only() -> None:
     assert not any("in_flight" in line for line in warnings([GOOD], in_flight=1024, memory=2**40))
 
 
+def test_unequal_peers_are_told_of_stages_for_like_ones() -> None:
+    unequal = peers((5, 10, 20, 40), rtt=20, **FAST)
+    found = warnings(unequal, layers=48)
+    assert sum("write pipeline.speeds = [1.0, 2.0, 4.0, 8.0]" in line for line in found) == 1
+    for kinds, changes in (([GOOD], {}), (unequal, {"speeds": (1, 2, 4, 8)}), (peers((1, 100)), {"layers": 4})):
+        assert not any("pipeline.speeds" in line for line in warnings(kinds, **{"layers": 48, **changes}))
+
+
 def test_peer_that_holds_up_the_steps_of_others_is_named() -> None:
     tortoise = peer(name="tortoise", tflops=0.1, count=1, rtt=20, **FAST)
     found = warnings([GOOD, tortoise])
