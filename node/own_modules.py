@@ -113,14 +113,10 @@ def own_registry(lines: Sequence[str]) -> "Registry":
         raise ComponentError(str(error)) from error
 
 
-def load_module(line: str) -> ModuleType:
-    """Import a module that a manifest names. Raises ComponentError as `own_registry`."""
-    return _load(*line.split(" "))
-
-
 @functools.lru_cache(maxsize=64)  # a process keeps what it has imported, also if the file changes meanwhile
-def _load(name: str, digest: str) -> ModuleType:
-    """Import a module whose source has this digest. Raises ComponentError."""
+def load_module(line: str) -> ModuleType:
+    """Import a module that a manifest names with the digest of its source. Raises ComponentError as `own_registry`."""
+    name, digest = line.split(" ")
     source = _allowed_source(name, digest)
     found = source.digest()
     if found != digest:

@@ -39,7 +39,7 @@ from node.data.text_files import find_files, name_of, read_files
 from node.data.tokenizer import TextTokenizer, open_tokenizer
 from node.monitoring.logs import sanitize
 from node.own_loops import NO_DATA
-from node.processes.process import python_environment
+from node.processes.process import python_environment, rare_garbage_collection
 from node.units import format_count, format_plural
 from protocol.errors import DataError, MurmurError, error_with_code
 from protocol.manifest.reading import parse_manifest
@@ -320,4 +320,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with rare_garbage_collection():  # the library that reads the hub is large
+        main()

@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-import torch
-from torch import Tensor
+from node.processes.process import TRAINER_NICENESS, lower_priority, rare_garbage_collection
 
-from node.data.questions import QuestionEncoder
-from node.model.families import build_model
-from node.model.generate import Sampling, complete
-from node.model.interface import LanguageModel
-from node.model.weight_files import read_frozen
-from node.processes.process import TRAINER_NICENESS, lower_priority
-from node.rollout.generator import DrawnGroup, DrawReply, DrawRequest, GeneratorConfig
-from node.trainer.devices.device import choose_device, device_class
-from optim.rollouts import noise_key
-from protocol.errors import MissingFileError, MurmurError
-from protocol.manifest.reading import parse_manifest
-from protocol.manifest.run import Manifest
-from protocol.rollout_groups import Place, noise_parts, question_of, require_rl
+with rare_garbage_collection():
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from node.data.questions import QuestionEncoder
+    from node.model.families import build_model
+    from node.model.generate import Sampling, complete
+    from node.model.interface import LanguageModel
+    from node.model.weight_files import read_frozen
+    from node.rollout.generator import DrawnGroup, DrawReply, DrawRequest, GeneratorConfig
+    from node.trainer.devices.device import choose_device, device_class
+    from optim.rollouts import noise_key
+    from protocol.errors import MissingFileError, MurmurError
+    from protocol.manifest.reading import parse_manifest
+    from protocol.manifest.run import Manifest
+    from protocol.rollout_groups import Place, noise_parts, question_of, require_rl
 
 
 class Generator:

@@ -1,7 +1,6 @@
 """Tasks of a run's own: named by digest, scored in a process apart, checked, and learned from."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +28,7 @@ from protocol.rollout_groups import Place, require_rl
 from protocol.scored_tasks import Question, tasks_in
 from tests.node.trainer.test_reinforcement import SMALL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task.py"
 ASKED = Question("mine", "say\n", ("a",))
 TASK = """
@@ -52,14 +52,6 @@ WHOLE = "    def score(self, question, text):\n        return 1.0\n"
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_task(folder: Path, name: str, *changes: tuple[str, str]) -> ModuleType:

@@ -15,29 +15,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
+from node.processes.process import rare_garbage_collection
 
-from node.commands.doctor.checks import free_memory
-from node.daemon.checkpoints.checkpoint import ANCHOR
-from node.dashboard.events import MAX_SAMPLE_CHARACTERS
-from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
-from node.data.chat import ChatEncoder, ChatTemplate, open_encoder
-from node.data.conversations import read_conversations
-from node.data.corpus import is_held_out
-from node.data.skipped_rows import SkipLog
-from node.data.text_files import list_stdlib_files
-from node.model import shape_table
-from node.model.adapter import frozen_bytes
-from node.model.generate import Sampling, continue_text
-from node.model.opened_model import open_folder
-from node.monitoring.logs import sanitize
-from node.own_tasks import known_tasks
-from node.paths import newest_checkpoints
-from node.processes.workers import give_way
-from protocol.errors import CheckpointError, MurmurError
-from protocol.manifest.reading import load_manifest
-from protocol.manifest.run import Manifest
-from protocol.manifest.sections import DataSection, SourceSection
+with rare_garbage_collection():
+    import torch
+
+    from node.commands.doctor.checks import free_memory
+    from node.daemon.checkpoints.checkpoint import ANCHOR
+    from node.dashboard.events import MAX_SAMPLE_CHARACTERS
+    from node.dashboard.samples.sampler import DEADLINE_SECONDS, Sample
+    from node.data.chat import ChatEncoder, ChatTemplate, open_encoder
+    from node.data.conversations import read_conversations
+    from node.data.corpus import is_held_out
+    from node.data.skipped_rows import SkipLog
+    from node.data.text_files import list_stdlib_files
+    from node.model import shape_table
+    from node.model.adapter import frozen_bytes
+    from node.model.generate import Sampling, continue_text
+    from node.model.opened_model import open_folder
+    from node.monitoring.logs import sanitize
+    from node.own_tasks import known_tasks
+    from node.paths import newest_checkpoints
+    from node.processes.workers import give_way
+    from protocol.errors import CheckpointError, MurmurError
+    from protocol.manifest.reading import load_manifest
+    from protocol.manifest.run import Manifest
+    from protocol.manifest.sections import DataSection, SourceSection
 
 PROMPT_CHARACTERS = 48
 READ_BYTES = 4000

@@ -1,6 +1,6 @@
 """A trainer refuses groups that were not drawn as the run prescribes, and learns from the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from protocol.rollout_groups import DrawnAnswer, Place, RolloutGroup, noise_part
 from protocol.scored_tasks import TASKS, Question
 from tests.protocol.test_rollouts import RL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = Path()
 CPU = device_class(torch.device("cpu"))
 ELSEWHERE = "cpu of another kind"
@@ -35,14 +36,6 @@ for old, new in (
     SMALL = SMALL.replace(old.encode(), new.encode())
 MANIFEST = parse_manifest(SMALL, "run.toml")
 ENCODER = QuestionEncoder(MANIFEST, HERE)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sharp_model(seed: int) -> LanguageModel:
