@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from node.own_modules import import_flag
 from protocol.errors import UsageError
 from protocol.manifest.run import Manifest
 
@@ -18,9 +19,13 @@ def needs_own_loop(manifest: Manifest) -> bool:
     return manifest.model.is_custom or manifest.data.source == "own"
 
 
-def join_line(run: str, is_own: bool) -> str:
+def join_line(run: str, manifest: Manifest | None) -> str:
     """Return the line by which others join a run, at a URL: a command, or Python for a loop of their own."""
-    return f'murmuration.join("{run}", model, optimizer)' if is_own else f"murmur join {run}"
+    if manifest is None:
+        return f"murmur join {run}"
+    if needs_own_loop(manifest):
+        return f'murmuration.join("{run}", model, optimizer)'
+    return " ".join(("murmur join", run, *map(import_flag, manifest.method.modules)))
 
 
 def require_our_loop(manifest: Manifest) -> None:

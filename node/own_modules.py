@@ -135,8 +135,13 @@ def _allowed_source(name: str, digest: str) -> ModuleSource:
     which = f" with SHA-256 {digest[:SHOWN_DIGITS]}..." if digest else ""
     raise ComponentError(
         f"the run needs the module {name}{which}, which murmur never fetches: get its file from the organiser, read "
-        f"it, and add --import {name.rpartition('.')[2]}.py"
+        f"it, and add {import_flag(name)}"
     )
+
+
+def import_flag(line: str) -> str:
+    """Return the option that allows a module of a manifest, as a file beside the user."""
+    return f"--import {line.partition(' ')[0].rpartition('.')[2]}.py"
 
 
 def _allowed_words() -> list[str]:

@@ -40,6 +40,7 @@ from node.dashboard.run_report import render_end
 from node.dashboard.state import timings_of_round
 from node.own_loops import join_line
 from protocol.errors import LimitError
+from protocol.manifest.run import Manifest
 
 GAUGES = (
     ("murmur_swarm_round", "Rounds committed", "round"),
@@ -125,7 +126,7 @@ class DashboardData:
     is_live: Callable[[], bool] = lambda: True
     receipts: ReceiptIssuer | None = None
     model: ModelArchive | None = None
-    own_loops: bool = False  # whether people join by a loop of their own
+    manifest: Manifest | None = None  # says by which line people join
 
     def values(self) -> dict[str, Any]:
         """Return the snapshot of the current state."""
@@ -140,7 +141,7 @@ class DashboardData:
         if self.signed_manifest is None:
             return None
         base = self.public_url or (f"{request.url.scheme}://{host}" if HOST_PATTERN.match(host) else "http://HOST")
-        return join_line(f"{base}/run.toml", self.own_loops)
+        return join_line(f"{base}/run.toml", self.manifest)
 
 
 class SecurityHeadersMiddleware:

@@ -29,7 +29,7 @@ from node.dashboard.swarm_watcher import SwarmWatcher, run_facts
 from node.hub import HubUploader
 from node.model import shape_table
 from node.monitoring.http_server import open_listener, serve
-from node.own_loops import join_line, needs_own_loop
+from node.own_loops import join_line
 from node.own_voucher import find_voucher
 from node.run_dir import RunDir
 from node.units import ALL_INTERFACES, parse_host_port
@@ -168,7 +168,7 @@ async def serve_dashboard(
         event_log,
         ManifestPublisher(node, voucher).signed_text,
         address.public_url,
-        own_loops=needs_own_loop(node.manifest),
+        manifest=node.manifest,
         is_live=lambda: not watcher.done(),
         model=model,
         receipts=ReceiptIssuer(
@@ -218,7 +218,7 @@ def is_final_round(event_log: EventLog, number: int) -> bool:
 def print_join_info(dashboard: RunningDashboard, node: NodeHandle, address: DashboardAddress) -> None:
     """Print where the page is, the line that others copy, and the fingerprint that they compare."""
     voucher, manifest = dashboard.voucher, node.manifest
-    join = join_line(f"{dashboard.page_url}run.toml", needs_own_loop(manifest))
+    join = join_line(f"{dashboard.page_url}run.toml", manifest)
     print(f"page         {dashboard.page_url}", flush=True)
     print(f"to take part {join}", flush=True)
     print(f"fingerprint  {fingerprint(voucher.organiser if voucher else node.peer_id)}", flush=True)
