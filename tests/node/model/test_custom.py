@@ -234,8 +234,9 @@ def test_commands_that_would_compute_the_model_say_so(tmp_path: Path, use: Calla
 
 def test_the_line_to_join_with_is_one_of_python(tmp_path: Path) -> None:
     url = "https://run.example.org/run.toml"
-    assert needs_own_loop(described(tmp_path)) and not needs_own_loop(MANIFEST)
-    assert join_line(url, described(tmp_path)) == f'murmuration.join("{url}", model, optimizer)'
+    custom = described(tmp_path)
+    assert needs_own_loop(custom) and not needs_own_loop(MANIFEST)
+    assert join_line(url, custom) == f'murmuration.join("{url}", model, optimizer)'
     assert join_line(url, MANIFEST) == join_line(url, None) == f"murmur join {url}"
     method = MANIFEST.method.model_copy(update={"modules": (f"own_task {64 * 'a'}",)})
     with_task = MANIFEST.model_copy(update={"method": method})
