@@ -140,7 +140,7 @@ def _allowed_source(name: str, digest: str) -> ModuleSource:
 
 
 def import_flag(line: str) -> str:
-    """Return the option that allows a module of a manifest, as a file beside the user."""
+    """Return the option that allows a module of a manifest, as a file in the working directory."""
     return f"--import {line.partition(' ')[0].rpartition('.')[2]}.py"
 
 

@@ -100,7 +100,7 @@ def _tile_texts(values: Values) -> dict[str, object]:
         "progress": _default_if_none(values["progress"], 0),
         "target": format_target(values),
         "loss": format_number(values["loss"], 3),
-        "validation": _describe_validation(validation, values["validation_by_source"]),
+        "validation": _describe_validation(validation, values["validation_by_source"], values["reward"]),
         "speed": format_si(values["tokens_per_second"]),
         "active": values["active"],
         "coming": f"{values['joining']} joining · {values['left_today']} left today",
@@ -112,10 +112,11 @@ def _tile_texts(values: Values) -> dict[str, object]:
     }
 
 
-def _describe_validation(loss: float | None, by_source: Mapping[str, float]) -> str:
+def _describe_validation(loss: float | None, by_source: Mapping[str, float], reward: float | None) -> str:
     """Return the text below the training loss, which the script writes too: its meaning, the validation loss."""
     validation = f"validation {format_number(loss, 3)}{_describe_sources(by_source)}"
-    return f"of the peers' own weights; of the shared model: {validation}"
+    meaning = "of the peers' own weights" if reward is None else "the entropy of answers, while scores are learned"
+    return f"{meaning}; of the shared model: {validation}"
 
 
 def _describe_sources(losses: Mapping[str, float]) -> str:

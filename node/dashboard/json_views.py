@@ -102,6 +102,7 @@ def summary(state: RunState, now: float) -> Values:
         "stages": stage_values(state),
         "tokens": last.tokens if last else 0,
         "loss": last.loss if last else None,
+        "reward": next((row.reward for row in reversed(recent[-2:]) if row.reward is not None), None),
         "validation": validated.validation_loss if validated else None,
         "validation_by_source": dict(validated.validation_by_source) if validated else {},
         "progress": state.progress,

@@ -224,7 +224,10 @@ class SwarmWatcher:
                 )
 
     def _record_scores(self, trainers: Mapping[PeerId, PeerRecord], now: float) -> None:
-        """Record once for each round the mean score of the answers that its trainers learned from last."""
+        """Record once for each round of scores the mean score of the answers that its trainers learned from last."""
+        rl = self._node.manifest.rl
+        if rl is not None and not rl.has_begun(self._known_round):
+            return  # a round of text, after which the first scores have come
         rewards = [record.reward for record in trainers.values() if record.HasField("reward")]
         if rewards and self._known_round > self._scored_round:
             self._scored_round = self._known_round

@@ -103,6 +103,7 @@ class Roller:
             )
         )
         self._speed = 0.0
+        self.has_made = asyncio.Event()  # since it was cleared
         self.tokens = 0
         self.device = ""
         self.verdicts = RecentTable[PeerId, TrainerVerdict](MAX_TRAINERS)
@@ -162,6 +163,7 @@ class Roller:
         self._speed += max(share, 0.05) * (count / max(reply.seconds, 1e-6) - self._speed)
         await asyncio.to_thread(self._journal.append, made, [*self.outbox.groups, *made])
         self.outbox.add(made)  # only now a trainer can fetch them
+        self.has_made.set()
 
     def status_fields(self) -> Mapping[str, object]:
         """Return the fields of the status that describe the groups."""
@@ -325,7 +327,8 @@ async def _run(settings: NodeOptions, folder: RunDir, display: Display, stack: A
     logger.info("this node is %s in run %s", node.peer_id, settings.manifest.run.name)
     await stack.enter_async_context(recorded_metrics(folder.path, status, node.metrics, settings.log))
     await stack.enter_async_context(record_chain(store.chain, settings.manifest, folder.path))
-    loops = store.run(), roller.run(), trim_periodically(), display.show_status(status)
+    figures = _publish_figures(node, status, roller)
+    loops = store.run(), roller.run(), figures, trim_periodically(), display.show_status(status)
     await _follow(node, store, loops, status, stop)
     folder.write_final_status(status.status().model_dump_json())
     return _end_of(store, status)
@@ -348,6 +351,14 @@ async def _follow(
                     raise MurmurError("a background task of the node ended; see the log and restart the node")
     finally:
         await cancel_and_wait((*endless, *ending))
+
+
+async def _publish_figures(node: Node, status: RolloutStatus, roller: Roller) -> None:
+    """Update the figures of our record after each batch of groups; its renewals carry them to the page."""
+    while True:
+        await roller.has_made.wait()
+        roller.has_made.clear()
+        node.directory.update(**status.status().record_fields())
 
 
 async def _wait_until_over(store: StateStore) -> None:

@@ -24,7 +24,7 @@ from protocol.consensus.chain import genesis_head
 from protocol.consensus.messages.contributions import NOTHING_ADOPTED
 from protocol.errors import StorageError
 from protocol.manifest.run import Manifest
-from protocol.manifest.sections import DataSection, SourceSection
+from protocol.manifest.sections import DataSection, ReinforcementSection, SourceSection
 from protocol.membership.peer_table import MembershipEvent, MembershipListener, PeerLeft
 from protocol.membership.record_fields import encode_source_losses
 from protocol.murmur_pb2 import PeerRecord
@@ -190,6 +190,17 @@ def test_scores_are_recorded_once_a_round_as_the_mean_of_trainers_that_learn_fro
     scene.watcher.poll(4.0)
     assert scene.kinds().count("scored") == 1
     assert [row.reward for row in scene.event_log.state.rows] == [0.5, None]
+
+
+def test_first_scores_do_not_count_for_the_last_round_of_text() -> None:
+    directory, event_log = FakeDirectory(), KindRecordingEventLog()
+    scored = MANIFEST.model_copy(update={"rl": ReinforcementSection(task="reverse", start_round=1)})
+    watcher = watcher_of(FakeNodeHandle(directory, manifest=scored), event_log)
+    directory.records = {ADA: record(reward=0.25)}  # of the round that is open
+    for number in range(2):
+        event_log.record(committed(number))
+        watcher.poll(1.0 + number)
+    assert [row.reward for row in event_log.state.rows] == [None, 0.25]
 
 
 @pytest.mark.parametrize(("count", "expected"), [(2, {"code": 1.5, "books": 2.5}), (0, {}), (1, {}), (3, {})])

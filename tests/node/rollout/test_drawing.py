@@ -1,15 +1,19 @@
 """A generator draws what everybody can check, and draws it again after its death."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from node.data.questions import QuestionEncoder
 from node.model import build_model, initial_weights
+from node.monitoring.status import first_status
 from node.rollout.__main__ import draw_groups, read_anchor
+from node.rollout.command import _publish_figures
 from node.rollout.generator import DrawRequest, GeneratorConfig, GeneratorProcess
 from optim.rollouts import is_exact, margins_of, noise_key
 from protocol.errors import MissingFileError, MurmurError
@@ -98,3 +102,18 @@ async def test_generator_that_cannot_start_ends_the_peer_with_its_reason(
     with pytest.raises(MurmurError, match="no CUDA device|there is no cuda:99"):
         await generator.draw(request_of)
     await generator.stop()
+
+
+async def test_record_of_a_rollout_peer_has_its_figures_after_each_batch() -> None:
+    made, updates = asyncio.Event(), asyncio.Queue[dict[str, object]]()
+    node = SimpleNamespace(directory=SimpleNamespace(update=lambda **fields: updates.put_nowait(fields)))
+    figures = first_status(RUN, ME, "").model_copy(update={"tokens_per_second": 7.0, "rollouts": {"groups taken": 3}})
+    status = SimpleNamespace(status=lambda: figures)
+    publishing = asyncio.create_task(_publish_figures(node, status, SimpleNamespace(has_made=made)))  # type: ignore[arg-type]
+    for _ in range(2):
+        assert updates.empty()
+        made.set()
+        async with asyncio.timeout(10):
+            fields = await updates.get()
+        assert (fields["tokens_per_second"], fields["rollouts"]) == (7.0, 3)
+    publishing.cancel()

@@ -17,7 +17,8 @@ function showSummary() {
   put("target", s.seconds_left ? `${aim} · ${duration(s.seconds_left)} left` : aim);
   put("loss", digits(s.loss, 3));
   const sources = Object.entries(s.validation_by_source).map(([name, loss]) => `${name} ${digits(loss, 3)}`).join(", ");
-  put("validation", `of the peers' own weights; of the shared model: validation ${digits(s.validation, 3)}${sources && ` (${sources})`}`);
+  const meaning = s.reward == null ? "of the peers' own weights" : "the entropy of answers, while scores are learned";
+  put("validation", `${meaning}; of the shared model: validation ${digits(s.validation, 3)}${sources && ` (${sources})`}`);
   put("speed", si(s.tokens_per_second));
   put("active", s.active);
   put("coming", `${s.joining} joining · ${s.left_today} left today`);

@@ -36,7 +36,7 @@ function showCharts() {
   shown = onAxis(withGaps(rows), axisName, state ? state.opened : 0);
   if (zoom) zoom = within(zoom, fullRange(shown));
   const x = shown.map((row) => row.x), count = SMOOTHING[Number($("smooth").value)];
-  const losses = shown.map((row) => row.loss), last = rows[rows.length - 1];
+  const losses = shown.map((row) => row.reward == null ? row.loss : null), last = rows[rows.length - 1];
   const smooth = count > 1;
   lossPlot.show([x, smooth ? losses : losses.map(() => null), smooth ? smoothed(losses, count) : losses, shown.map((row) => row.validation)],
     last ? `Loss ${digits(last.loss, 3)} after round ${last.round + 1}` : noRows());
@@ -68,7 +68,8 @@ function describeLoss(index) {
   const row = shown[index];
   if (!row || row.loss == null) return "";
   const validation = row.validation == null ? "" : ` · validation ${digits(row.validation, 4)}`;
-  return `round ${row.round + 1} · loss ${digits(row.loss, 4)}${validation} · ${si(row.tokens)} tokens`;
+  const word = row.reward == null ? "loss" : "entropy of answers";
+  return `round ${row.round + 1} · ${word} ${digits(row.loss, 4)}${validation} · ${si(row.tokens)} tokens`;
 }
 function describeBytes(index) {
   const row = shown[index], all = baseline[index];

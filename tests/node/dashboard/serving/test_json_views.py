@@ -11,9 +11,11 @@ from node.dashboard.events import (
     PeerDeparted,
     PeersUpdated,
     RunSteered,
+    ScoresMeasured,
     SwarmLost,
     ValidationMeasured,
 )
+from node.dashboard.html_page import render_page
 from node.dashboard.json_views import SERIES, history, run_status, series_points, snapshot, summary, thin_out
 from node.dashboard.server import SwarmCollector
 from node.dashboard.state import RunState
@@ -149,6 +151,16 @@ def test_validation_of_a_mixture_has_a_loss_for_each_source() -> None:
     state = apply_all([*RUN, ValidationMeasured(at=1.0, peer=NAMES[0], round=9, loss=2.0, by_source=losses)])
     assert summary(state, 1.0)["validation_by_source"] == losses and summary(state, 1.0)["validation"] == 2.0
     assert summary(apply_all(RUN), 1.0)["validation_by_source"] == {}
+
+
+def test_page_says_that_the_loss_of_scores_is_the_entropy_of_answers() -> None:
+    scored = [*RUN, ScoresMeasured(at=1.0, round=8, reward=0.25)]
+    assert summary(apply_all(RUN), 1.0)["reward"] is None
+    assert summary(apply_all(scored), 1.0)["reward"] == 0.25, "the scores of the newest round follow its commit"
+    later = [*scored, committed(10), committed(11)]
+    assert summary(apply_all(later), 1.0)["reward"] is None
+    for events, words in ((RUN, "of the peers&#x27; own weights"), (scored, "the entropy of answers")):
+        assert words in render_page(snapshot(apply_all(events), 1.0), None, "0")
 
 
 def test_history_is_complete_and_thinned_on_request() -> None:
