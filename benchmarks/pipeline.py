@@ -1,7 +1,7 @@
 """How much of its peers' compute a pipeline uses over real connections, and what a microbatch costs their daemons.
 
     python benchmarks/pipeline.py [--unit 1.0] [--seconds 40] [--json]
-        [--parts routing everybody local uneven flow hop shaped ratio]
+        [--parts routing everybody local uneven dealt flow hop shaped ratio]
 
 Each peer is a process with the product's transport, directory, calls, activation memory and pipeline; its trainer
 sleeps for a quarter of 1 / rate in a forward pass and for three quarters in a backward pass, and writes a result of the
@@ -14,6 +14,7 @@ right size. Four stages; rates 1:2:4:8 times `--unit` microbatches a second in e
 - `local`: `fraction` of the ideal with steps of 64 microbatches, two equal peers at each stage, and 16 microbatches in
   flight of each: as many together as the open steps of a stage take.
 - `uneven`: the same at rates 1:2:4:8, with four in flight of each of 16 peers.
+- `dealt`: the same peers, those of one speed at one stage, and 24 layers dealt by speed.
 - `hop`: Ask, fetch of 1 MiB, compute slot and Tell of a task without compute, one microbatch in flight.
 - `flow`: three stages of one peer each, activations of 4 MiB: `mb_per_second` that the middle peer downloads, with as
   many uploads, and the delays of its event loop and of small calls meanwhile and before (`idle`).
@@ -36,11 +37,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.pipeline_local import PIPELINE, REPLICAS, measure
+from benchmarks.pipelining.dealt_layers import dealt
 from benchmarks.pipelining.shaped import measure_window, predicted_fraction
 from benchmarks.pipelining.swarm import Setting, Swarm, Window
 
 STAGES = 4
 SPEEDS = (1.0, 2.0, 4.0, 8.0)
+DEALT_LAYERS = 24
 ACTIVATION_BYTES = 64 * 1024
 HOP_BYTES = 1024 * 1024
 INSTANT = 1e4  # microbatches a second of a trainer that computes nothing
@@ -142,6 +145,14 @@ def measure_gate(rates: tuple[tuple[float, ...], ...], in_flight: int, seconds: 
     return figures | costs(window, idle)
 
 
+def measure_dealt(unit: float, seconds: float) -> Figures:
+    """Measure unequal peers whose stages have layers by their speed; `fraction` is that of all of their compute."""
+    peers = [unit * speed for speed in SPEEDS * STAGES]
+    rates = dealt(peers, DEALT_LAYERS)
+    figures = measure_gate(rates, 4, seconds)
+    return figures | {"fraction": figures["fraction"] * min(map(sum, rates)) / (sum(peers) / STAGES)}
+
+
 def measure_flow(seconds: float) -> Figures:
     """Measure a peer through which large activations pass, and how punctual it stays."""
     setting = Setting(((FLOW_RATE,),) * FLOW_PEERS, owners=1, in_flight=8, activation_bytes=FLOW_BYTES)
@@ -207,6 +218,7 @@ PARTS: Mapping[str, Callable[[float, float], Figures]] = {
     "everybody": measure_everybody,
     "local": lambda unit, seconds: measure_gate(((4 * unit, 4 * unit),) * STAGES, 16, seconds),
     "uneven": lambda unit, seconds: measure_gate(speeds(unit), 4, seconds),
+    "dealt": measure_dealt,
     "flow": lambda unit, seconds: measure_flow(seconds),
     "hop": lambda unit, seconds: measure_hop(),
     "shaped": measure_shaped,

@@ -53,11 +53,6 @@ OPEN: Final = (
         "by links and by the losses at 0.8 million",
     ),
     (
-        "How busy are unequal peers in a pipeline?",
-        "[0.69 of the ideal at speeds 1:2:4:8](pipelines.md#routing-over-real-connections), 0.90 at equal ones; "
-        "`python benchmarks/pipeline.py` writes no file, and wants idle cores",
-    ),
-    (
         "How fast is a peer on a card, and how much of the card's peak does it use?",
         "[One H200 at 85 million parameters](devices.md#a-gpu), 2026-11-26. `python -m benchmarks.card` has the other "
         "sizes in its queue, and needs a card",
@@ -136,6 +131,13 @@ def answer_lengths(data: Data) -> str:
         f"`{name}` {first[name] / first['data-parallel'] - 1:+.1%} and {last[name] / last['data-parallel'] - 1:+.1%}"
         for name in names
     )
+
+
+def answer_pipelines(data: Data) -> str:
+    rows = {(row["layers"], row["step"]): row["fraction"] for row in data["rows"].values() if row["in_flight"] == 64}
+    kinds = ((0, "all speeds at each stage"), (24, "24 layers dealt by speed"), (48, "48"))
+    found = "; ".join(f"{name}: {rows[layers, 64]:.3f} and {rows[layers, 128]:.3f}" for layers, name in kinds)
+    return f"{found}, of what they could compute, in steps of 64 and of 128 microbatches"
 
 
 def answer_merge(data: Data) -> str:
@@ -293,6 +295,11 @@ QUESTIONS: Final = (
     Question(
         "What does a dense merge of four peers cost, with hivemind's averager in 8 bits as 1?",
         "docs/results/merge.json", answer_merge, "python benchmarks/sync.py --record", "merge.md",
+    ),
+    Question(
+        "How busy are peers of speeds 1:2:4:8 in a pipeline, in virtual time?",
+        "docs/results/pipelines.json", answer_pipelines, "python -m benchmarks.pipelining.dealt_layers --record FILE",
+        "pipelines.md",
     ),
     Question(
         "What does an adapter lose in a swarm of four, beside PEFT in one process with the same tokens?",

@@ -54,13 +54,11 @@ class Row:
 
 
 ROWS = (
-    Row(0, 64, 64),
-    Row(0, 64, 128),
+    *(Row(0, 64, in_flight) for in_flight in (64, 128)),
     *(Row(layers, 64, in_flight) for layers in (12, 24, 48) for in_flight in (64, 128)),
     Row(48, 64, 256),
-    Row(0, 128, 128),
-    Row(48, 128, 128),
-    Row(0, 128, 64),
+    *(Row(layers, 128, 64) for layers in (0, 24, 48)),
+    *(Row(layers, 128, 128) for layers in (0, 48)),
     Row(0, 256, 64),
 )
 
