@@ -16,8 +16,9 @@ from node.commands.plan.arithmetic import (
 )
 from node.commands.plan.peers import typical_peers
 from node.commands.plan.report import warnings_of
-from node.model import all_cuts, shape_table
+from node.model import all_cuts, shape_table, shapes_of
 from protocol.manifest.sections import MethodSection
+from protocol.pipeline.stage import StageManifest
 from tests.node.commands.plan.plans import peer, peers, run_of
 
 FAST = {"up": "1000mbit", "down": "1000mbit"}
@@ -93,6 +94,8 @@ def test_peers_of_like_speed_serve_a_stage_with_layers_by_their_speed() -> None:
     assert speeds_alike(workload_of(run_of(layers=12)), kinds)[1] == pytest.approx(0.8), "layers are whole"
     dealt = workload_of(run_of(layers=48, in_flight=8, speeds=speeds))
     assert [stage.layers for stage in dealt.stages] == [3, 6, 13, 26]
+    served = [shapes_of(StageManifest.of(dealt.manifest, number)).numel for number in range(4)]
+    assert [stage.parameters for stage in dealt.stages] == served, "what peers serve is what was planned"
     found, before = predict(dealt, kinds), predict(mixed, kinds)
     assert [dict(placed) for placed in found.placement] == [{0: 4}, {1: 4}, {2: 4}, {3: 4}]
     assert all(len(placed) == 4 for placed in before.placement), "the control has all speeds at each stage"
