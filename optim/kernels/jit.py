@@ -10,6 +10,7 @@ compile the same kernel at the same time, because every kernel has a single sign
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -29,7 +30,22 @@ PACKAGE: Final = Path(__file__).parents[1]
 with chdir(PACKAGE):
     import numba
     from numba.core import config as numba_config
+    from numba.np import linalg as numba_linalg
 numba_config._config_fname = ""
+_import_blas: Final = numba_linalg.ensure_blas
+
+
+def ensure_blas() -> None:
+    """Import scipy's BLAS once a function multiplies matrices, which no kernel does.
+
+    numba would import it with the first machine code that a process loads, in 0.3 s.
+    """
+    if not hasattr(sys.modules.get("numba.np.arraymath"), "_HAVE_BLAS"):
+        raise ImportError("numba asks while it imports itself")
+    _import_blas()
+
+
+numba_linalg.ensure_blas = ensure_blas
 MAGNITUDE_MASK: Final = np.uint32(0x7FFF_FFFF)  # the bits of an fp32 without its sign, which sort as the numbers do
 # where numba looks for machine code of other packages in this process, unless the user names other places
 LOCATORS: Final = numba_config.CACHE_LOCATOR_CLASSES or (
