@@ -197,7 +197,7 @@ class OwnerProgress:
         self._idle = RecentTable[PeerId, tuple[int, int]](MAX_STATEMENTS)  # idle rounds in a row; owns again from round
         self._started: dict[int, float] = {}  # our microbatches in flight
         self._slowest = 0.0  # seconds of our slowest microbatch of late
-        self._is_known = False  # whether one of ours has ended
+        self.grace = FIRST_GRACE_SECONDS  # how long an owner may make no progress
 
     def begin(self, round_number: int, owners: Collection[PeerId], now: float) -> None:
         """Begin a round; `owners` had microbatches in the last one."""
@@ -220,11 +220,6 @@ class OwnerProgress:
         found = tuple(owner for owner in owners if self._idle.get(owner, (0, 0))[1] <= round_number)
         return found or tuple(owners)
 
-    @property
-    def grace(self) -> float:
-        """Return how long an owner may make no progress."""
-        return max(GRACE_SECONDS, GRACE_FACTOR * self._slowest) if self._is_known else FIRST_GRACE_SECONDS
-
     def start(self, number: int, now: float) -> None:
         """Record that we begin a microbatch."""
         self._started[number] = now
@@ -233,7 +228,8 @@ class OwnerProgress:
         """Record that a microbatch of ours counts."""
         began = self._started.pop(number, None)
         if began is not None:
-            self._is_known, self._slowest = True, max(0.9 * self._slowest, now - began)
+            self._slowest = max(0.9 * self._slowest, now - began)
+            self.grace = max(GRACE_SECONDS, GRACE_FACTOR * self._slowest)
 
     def count(self, owner: PeerId | None, now: float) -> None:
         """Record that a microbatch of an owner has come to count at a stage, unless it has passed to another peer."""
@@ -360,7 +356,8 @@ class StepAgreement:
         self._retry_at: dict[int, float] = {}
         self._statement_at: float | None = 0.0
         self._coverage: list[StepLedger] | None = None  # by stage, until something changes
-        self._ranks: dict[int, tuple[PeerId, int]] | None = None  # owner and our rank after it, until something changes
+        # microbatches by their owner and our rank after it, until something changes
+        self._turns: dict[tuple[PeerId, int], list[int]] | None = None
         self.progress = OwnerProgress()
         self._looked_at = 0.0  # microbatches that had passed to us by then were seen
         self._sealed_at = 0.0
@@ -368,14 +365,14 @@ class StepAgreement:
     def begin(self, round_number: int, life: int, now: float) -> None:
         """Begin the step of a round with an empty sum."""
         if round_number != self.round:
-            self.progress.begin(round_number, {owner for owner, _ in self._ranked().values()}, now)
+            self.progress.begin(round_number, {owner for owner, _ in self._our_turns()}, now)
             self._credibility.begin(round_number)
         self.round, self.life = round_number, life
         self._is_void, self._decided = False, frozenset()
         self._clear()
         self._acknowledged.clear()
         self._retry_at.clear()
-        self._coverage = self._ranks = None
+        self._coverage = self._turns = None
         self._believe()
         self._change(now)
 
@@ -419,7 +416,7 @@ class StepAgreement:
         """
         self._known, self._standing = tuple(stages), standing
         self._owners = tuple(sorted(owners))
-        self._ranks = None
+        self._turns = None
         self._believe()
         known = {peer for stage in stages for peer in stage}
         self._statements = {peer: each for peer, each in self._statements.items() if peer in known}
@@ -448,7 +445,7 @@ class StepAgreement:
 
     def next_deadline(self) -> float | None:
         """Return when `advance` or `wanted` may change without an event."""
-        passes = (self.progress.passes_at(owner, rank) for owner, rank in set(self._ranked().values()) if rank)
+        passes = (self.progress.passes_at(owner, rank) for owner, rank in self._our_turns() if rank)
         times = [*self._retry_at.values(), *(time for time in passes if time > self._looked_at)]
         if self.phase == "sealed" and (ends := self._sealed_at + self.progress.grace) > self._looked_at:
             times.append(ends)
@@ -508,28 +505,27 @@ class StepAgreement:
 
     def wanted(self, started: Collection[int], now: float) -> list[int]:
         """Return our microbatches that some stage lacks and that are not in flight."""
-        return [
+        return sorted(
             number
-            for number, (owner, rank) in self._ranked().items()
-            if number not in started
-            and self._retry_at.get(number, now) <= now
-            and (not rank or self.progress.passes_at(owner, rank) <= now)
-            and not self._is_complete(number)
-        ]
+            for (owner, rank), numbers in self._our_turns().items()
+            if not rank or self.progress.passes_at(owner, rank) <= now
+            for number in numbers
+            if number not in started and self._retry_at.get(number, now) <= now and not self._is_complete(number)
+        )
 
-    def _ranked(self) -> dict[int, tuple[PeerId, int]]:
-        """Return for each microbatch its owner, and how many peers come before us; none if we own nothing."""
-        if self._ranks is None:
+    def _our_turns(self) -> dict[tuple[PeerId, int], list[int]]:
+        """Return the microbatches by owner and by how many peers come before us; none if we own nothing."""
+        if self._turns is None:
             owners = self.progress.active(self._owners, self.round)
-            orders = {number: ranked_owners(self.round, number, owners) for number in range(self.count)}
-            self._ranks = {
-                number: (order[0], order.index(self._me)) for number, order in orders.items() if self._me in order
-            }
-        return self._ranks
+            self._turns = {}
+            for number in range(self.count if self._me in owners else 0):
+                order = ranked_owners(self.round, number, owners)
+                self._turns.setdefault((order[0], order.index(self._me)), []).append(number)
+        return self._turns
 
     def _note_progress(self, numbers: Iterable[int], now: float) -> None:
         for number in numbers:
-            owner, _ = self._ranked().get(number, (None, 0))
+            owner = next((owner for (owner, _), numbers in self._our_turns().items() if number in numbers), None)
             self.progress.count(owner, now)
 
     def _is_complete(self, number: int) -> bool:

@@ -53,7 +53,7 @@ def _own_every_microbatch(manifest: Manifest) -> None:
     wanted = StepAgreement.wanted
 
     def want_all(self: StepAgreement, started: Collection[int], now: float) -> list[int]:
-        self._ranks = {number: (self._me, 0) for number in range(self.count)}
+        self._turns = {(self._me, 0): list(range(self.count))}
         return wanted(self, started, now)
 
     pytest.MonkeyPatch().setattr(StepAgreement, "wanted", want_all)
