@@ -22,16 +22,18 @@ def test_faults_of_all_kinds_are_met() -> None:
     reasons: set[str] = set()
     seen: set[str] = set()
     unresolved = 0
-    stories = [SeededRun(seed) for seed in range(60)]
-    stories.append(SeededRun(9, isolating=True))  # peers that were apart for long take over a chain
+    expected = {"leader silent", "leader left", "reducer left", "not fetched", "late", "left out", "stale view"}
+    words = {"is", "comes", "freezes", "splits", "loses", "takes"}
+    stories = [SeededRun(9, isolating=True)]  # peers that were apart for long take over a chain
+    stories += [SeededRun(seed) for seed in range(60)]
     for story in stories:
         story.run()
         unresolved += story.swarm.unresolved
         reasons |= {reason for _, _, reason in story.swarm.rejections}
         seen |= {what.split(" ")[0] for _, _, what in story.swarm.network.trace if isinstance(what, str)}
-    assert reasons >= {"leader silent", "leader left", "reducer left", "not fetched", "late", "left out", "stale view"}
-    assert unresolved > 0
-    assert seen >= {"is", "comes", "freezes", "splits", "loses", "takes"}
+        if unresolved and reasons >= expected and seen >= words:
+            return
+    raise AssertionError(f"never met: {expected - reasons}, {words - seen}; {unresolved} unresolved")
 
 
 @pytest.mark.parametrize(("bug", "word", "faults", "first"), BUGS, ids=lambda value: getattr(value, "__name__", None))
@@ -113,5 +115,6 @@ def growth(seed: int) -> float:
 def test_tables_do_not_grow_with_the_rounds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded = growth(seed)
     monkeypatch.setattr(message_buffer, "MAX_KEPT_DECISIONS", 1000)
-    print(f"{bounded:.2f} against {growth(seed):.2f}")
-    assert bounded < 1.25 < growth(seed)
+    unbounded = growth(seed)
+    print(f"{bounded:.2f} against {unbounded:.2f}")
+    assert bounded < 1.25 < unbounded
