@@ -308,6 +308,7 @@ def manifest_text(
         "steps": steps,
         "warmup": max(1, steps // 50),
         "answer_tokens": rl.answer_tokens,
+        "start_round": RL_START_ROUNDS.get(options.rl, RL_START_ROUND),
     }
     if schedule:
         pairs = ", ".join(f"{name} = {value}" for name, value in schedule.items())
@@ -392,6 +393,8 @@ def _template(options: InitOptions, *, has_schedule: bool) -> str:
     template = TEMPLATE if has_schedule and not options.rl else TEMPLATE.replace(SCHEDULE_LINE, "")
     if options.rl:
         template = template.replace(DECAY_LINE, "").replace(TARGET_LINE, "") + RL_TEMPLATE
+    if options.rl and options.recipe == DEFAULT_RECIPE:
+        template = template.replace(RECIPE_LINE, RECIPE_LINE + DENSE_LINE)
     if options.rl and options.text is None:
         template = template.replace(PATH_LINE, QUESTIONS_LINE)
     if own_module(options.rl):
@@ -415,21 +418,26 @@ RL_TEMPLATE = """rounds = 300
 
 [rl]  # the model learns from scores of its own answers, which rollout peers draw: murmur join RUN --role rollout
 task = {task}
-start_round = 60  # rounds before it learn the text of [data]
+start_round = {start_round}  # rounds before it learn the text of [data]; fewer leave more to scores
 group = 8  # answers to a question
 groups = 16  # of an inner step
 answer_tokens = {answer_tokens}
-rate_factor = 0.5  # of the learning rate
+rate_factor = 0.25  # of the learning rate
 """
 
 DECAY_LINE = "decay_steps = {steps}  # about the steps of one peer until the target\n"
 TARGET_LINE = "tokens = {tokens}  # of all peers together; the run ends there\n"
 RL_CONTEXTS = (64, 128, 256, 512, 1024)  # tokens of a question and its answer
 RL_ANSWER_TOKENS = 24  # or more
+RL_START_ROUND = 30
+RL_START_ROUNDS = {"brackets": 12, "reverse": 12}  # easy ones, of which more rounds leave little to scores
 SIZED_QUESTIONS = 256
 PATH_LINE = "path = {path}  # relative to this file; each peer needs the text itself\n"
 QUESTIONS_LINE = "path = {path}  # right answers to the questions of this task\n"
 RECIPE_LINE = "recipe = {recipe}  # others: murmur recipes\n"
+DENSE_LINE = (  # else the weights that draw are rounds behind those that learn
+    'codec = {{ kind = [{{ value = "int8", rounds = {start_round} }}, "topk"] }}  # all values while text is learned\n'
+)
 MODULES_LINE = "modules = [{module}]  # with your task; an edit of the file makes another run\n"
 SCHEDULE_LINE = "schedule = {schedule}  # rounds long enough for home links: murmur plan\n"
 TEMPLATE = """\

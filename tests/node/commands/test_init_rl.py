@@ -7,6 +7,7 @@ import pytest
 from node.commands.init import InitOptions, init
 from node.data.questions import QuestionEncoder
 from node.data.source import open_corpus
+from node.from_manifest import build_program
 from node.own_modules import VARIABLE, find_module
 from node.run_file import load_run_file
 from protocol.errors import ComponentError, UsageError
@@ -34,7 +35,10 @@ def test_run_of_each_task_fits_its_context(task: str, tmp_path: Path, capsys: py
     assert (manifest.data.source, manifest.data.path, rl.task) == ("questions", task, task)
     assert not rl.has_begun(rl.start_round - 1)
     before, after = (manifest.rate_factor(rounds, 0) for rounds in (rl.start_round - 1, rl.start_round))
-    assert (before, after) == (1.0, 0.5)
+    assert (before, after) == (1.0, 0.25)
+    program = build_program(manifest)
+    codecs = [program.plan(rounds).method.codec.kind for rounds in (rl.start_round - 1, rl.start_round)]
+    assert codecs == ["int8", "topk"], "rollout peers begin with the weights of the trainers"
     encoder = QuestionEncoder(manifest, tmp_path)
     questions = [TASKS[task].question("run", number) for number in range(100)]
     assert max(len(encoder.prompt(each)) for each in questions) + rl.answer_tokens <= manifest.model.context
