@@ -163,9 +163,13 @@ def answer_rl(data: Data) -> str:
 
 
 def answer_adapters(data: Data) -> str:
-    sent = max(row["bytes_a_peer"] for row in data["rows"]) / 1e3
-    differences = ", ".join(f"{row['difference']:+.1%}" for row in data["rows"])
-    return f"loss {differences} after 120 steps, by seed; {sent:.0f} kB sent by a peer"
+    def describe(recipe: str, figures: Data) -> str:
+        differences = ", ".join(f"{row['difference']:+.1%}" for row in figures["rows"])
+        sent = max(row["bytes_a_peer"] for row in figures["rows"]) / 1e3
+        return f"`{recipe}` {differences} and {sent:,.0f} kB sent by a peer"
+
+    every = "; ".join(describe(recipe, figures) for recipe, figures in sorted(data.items(), reverse=True))
+    return f"loss after 120 steps, by seed: {every}"
 
 
 def answer_attacks(data: Data) -> str:
