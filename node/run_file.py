@@ -25,8 +25,8 @@ def load_run_file(path: Path) -> SignedManifest:
 
     Raises MurmurError, one line that says what to fix.
     """
-    base = path.parent.resolve() if path.is_file() else Path.cwd()
-    return parse_run_text(read_manifest_bytes(path, MAX_SIGNED_MANIFEST_BYTES), str(path), base)
+    text = read_manifest_bytes(path, MAX_SIGNED_MANIFEST_BYTES)
+    return parse_run_text(text, str(path), path.parent.resolve() if path.is_file() else Path.cwd())
 
 
 def parse_run_text(text: bytes, origin: str, base: Path) -> SignedManifest:

@@ -278,8 +278,10 @@ def step_fraction(work: Workload, kinds: Sequence[PeerKind], placement: Placemen
     """Return the share of steps that is left after filling and draining the pipeline, by the speeds of the peers.
 
     At the end of its step a peer waits for gradients on their way, some of them at the slowest peer. Measured up to
-    `SLOWEST` times the pace of the fastest peer; slower ones count as these.
+    `SLOWEST` times the pace of the fastest peer; slower ones count as these. Peers with the whole model never wait.
     """
+    if not work.is_cut:
+        return 1.0
     rates = [
         (peer_rate(stage, kinds[number]), count)
         for stage, placed in zip_stages(work, placement)

@@ -127,8 +127,9 @@ def test_large_window_costs_time_only_where_speeds_differ() -> None:
 
 def test_whole_model_has_no_limit_but_its_rounds() -> None:
     whole = run_of(stages=1, recipe="diloco", layers=4)
-    found = predict(workload_of(whole), [peer(count=4)])
-    assert (found.links, found.stages, found.window.fraction, found.step) == (1.0, 1.0, 1.0, 1.0)
+    unequal, found = (predict(workload_of(whole), kinds) for kinds in (peers((1, 2, 4, 8)), [peer(count=4)]))
+    for each in (unequal, found):
+        assert (each.links, each.stages, each.window.fraction, each.step) == (1.0, 1.0, 1.0, 1.0)
     assert found.fraction == found.round and 0 < found.round < 1
     assert not found.links_by_format
     thin = predict(workload_of(whole), [peer(count=4, **THIN)])
