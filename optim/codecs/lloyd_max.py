@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from optim.codecs.bits.packing import Integers
 from optim.codecs.blocks import ROUND_NEAREST, BlockCodec, BlockEncoder, Halves, mean_magnitude, round_scale
-from optim.kernels.jit import kernel
+from optim.kernels.jit import kernel, subroutine
 from optim.kernels.vectors import Floats
 from optim.options import STRICT
 
@@ -60,13 +60,17 @@ def _encode_blocks(block: int, values: Floats, first: int, halves: Halves, codes
             out[i] = np.int8(abs(row[i]) >= border) | np.int8(np.int8(row[i] < 0) << 1)
         if subtract:
             for i in range(row.size):
-                level = scale * np.float32(OUTER if out[i] & 1 else INNER)
-                row[i] -= -level if out[i] & 2 else level
+                row[i] -= np.float32(_code_to_multiple(out[i])) * scale
     return True
 
 
 @kernel
 def _codes_to_multiples(codes: Integers) -> None:
     for i in range(codes.size):
-        level = OUTER if codes[i] & 1 else INNER
-        codes[i] = np.int8(-level) if codes[i] & 2 else level
+        codes[i] = _code_to_multiple(codes[i])
+
+
+@subroutine
+def _code_to_multiple(code: np.int8) -> np.int8:
+    level = OUTER if code & 1 else INNER
+    return np.int8(-level) if code & 2 else level
