@@ -280,8 +280,9 @@ def manifest_text(
     options: InitOptions, folder: Path, organiser_key: str, schedule: Mapping[str, int] = NO_SCHEDULE
 ) -> str:
     """Return the manifest as commented TOML; `schedule` has the options that differ from the recipe's."""
-    size, data = SIZES[check_size(options.size or DEFAULT_SIZE)], choose_run_data(options, folder)
-    rl = rl_sizes(find_task(options.rl), size.batch_tokens) if options.rl else RlSizes(size.context, 0)
+    task = find_task(options.rl) if options.rl else None
+    size, data = SIZES[check_size(options.size or DEFAULT_SIZE)], choose_run_data(options, folder, task)
+    rl = rl_sizes(task, size.batch_tokens) if task is not None else RlSizes(size.context, 0)
     size = replace(size, context=rl.context)
     peers = options.peers or 2
     default = TOKENS_PER_PARAMETER * size.parameters(data.vocabulary)
@@ -298,7 +299,7 @@ def manifest_text(
         "path": data.path,
         "tokenizer": data.tokenizer,
         "recipe": options.recipe,
-        "task": find_task(options.rl).name if options.rl else "",
+        "task": task.name if task is not None else "",
         "module": Path(options.rl).stem,
     }
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
@@ -317,14 +318,11 @@ def manifest_text(
     return "".join(_fill_line(line, quoted | vars(size) | numbers) for line in template.splitlines())
 
 
-def choose_run_data(options: InitOptions, folder: Path) -> DataChoice:
-    """Return the text of a run: right answers to the questions of its task, unless a text is named; see `choose_data`.
-
-    Raises UsageError if there is no such task.
-    """
+def choose_run_data(options: InitOptions, folder: Path, task: ScoredTask | None) -> DataChoice:
+    """Return the text of a run: right answers to the questions of its task, unless a text is named."""
     chosen = choose_data(options.text or STDLIB, options.tokenizer, folder)
-    if options.rl and options.text is None:
-        return replace(chosen, source="questions", path=find_task(options.rl).name)
+    if task is not None and options.text is None:
+        return replace(chosen, source="questions", path=task.name)
     return chosen
 
 
